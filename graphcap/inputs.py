@@ -1,0 +1,339 @@
+"""StaticInputs: the persistent input tensors of a step, and what their padding rows hold.
+
+All slots lie in one arena, so that a batch from the host arrives in one copy, and a batch on the
+device in one multi-tensor copy. Padding rows are restored by an operation that is recorded in front
+of the step: every replay sees declared, finite values in them, whatever the step or an earlier,
+larger batch left there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from graphcap.errors import InputError
+from graphcap.operations import operation
+
+NUM_ROWS = "num_rows"
+"""Reserved name under which a step finds the number of real rows: int32 of shape (1,), on the device."""
+
+_SLOT_ALIGNMENT = 64
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True)
+class PadPolicy:
+    """What a slot's padding rows hold: one finite value."""
+
+    value: float | int | bool
+
+    ZERO: ClassVar[PadPolicy]
+    ONE: ClassVar[PadPolicy]
+
+    @classmethod
+    def fill(cls, value: float | int | bool) -> PadPolicy:
+        return cls(value)
+
+
+PadPolicy.ZERO = PadPolicy(0)
+PadPolicy.ONE = PadPolicy(1)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One persistent input.
+
+    Attributes:
+        row_shape: shape of one row; the slot's tensor is (max_batch, *row_shape).
+        dtype: dtype; a batch has exactly this one.
+        pad: what padding rows hold.
+    """
+
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    pad: PadPolicy = PadPolicy.ZERO
+
+
+@operation("padding")
+def _restore_pads(
+    words: torch.Tensor,
+    pad_words: torch.Tensor,
+    row_of_word: torch.Tensor,
+    num_rows: torch.Tensor,
+    is_pad: torch.Tensor,
+) -> None:
+    """Words whose row is at or beyond the number of real rows get the words of the pad image."""
+    torch.ge(row_of_word, num_rows, out=is_pad)
+    torch.where(is_pad, pad_words, words, out=words)
+
+
+class StaticInputs:
+    """The slots of a step. Owns their memory; addresses never change.
+
+    Args:
+        max_batch: rows of every slot.
+        slots: name -> `Slot`. ``num_rows`` is reserved.
+        device: where the slots lie.
+
+    Raises:
+        InputError: no slot, a reserved name, or a pad value that the dtype cannot hold exactly.
+    """
+
+    def __init__(
+        self, max_batch: int, slots: Mapping[str, Slot], device: torch.device | str
+    ) -> None:
+        if max_batch < 1:
+            raise InputError(f"max_batch: expected at least 1, found {max_batch}")
+        if not slots:
+            raise InputError("a step needs at least one slot, found none")
+        self.max_batch = max_batch
+        self.slots = dict(slots)
+        self.device = torch.empty(0, device=device).device  # "cuda" -> "cuda:0"
+        self.rows = 0
+        """Real rows that the slots hold now."""
+        self.launches = 0
+        """Host calls so far that copied a batch or a row count into the slots."""
+        self._layout()
+        self._views: dict[int, dict[str, torch.Tensor]] = {}
+        self._staging = _Staging(self._arena) if self.device.type == "cuda" else None
+
+    # -- what a step reads -----------------------------------------------------------------------
+
+    def views(self, rows: int) -> dict[str, torch.Tensor]:
+        """The first `rows` rows of every slot, and ``num_rows``. The same tensors at every call."""
+        views = self._views.get(rows)
+        if views is None:
+            views = {name: tensor[:rows] for name, tensor in self._tensors.items()}
+            views[NUM_ROWS] = self._num_rows
+            self._views[rows] = views
+        return views
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The whole slot: (max_batch, *row_shape). Writing into it in place is allowed."""
+        return self._tensors[name]
+
+    def restore_pads(self) -> None:
+        """Give every row beyond the real ones its pad value. Recorded in front of every step."""
+        _restore_pads(
+            self._words, self._pad_words, self._row_of_word, self._num_rows, self._is_pad
+        )
+
+    # -- loading a batch -------------------------------------------------------------------------
+
+    def check(self, batch: Mapping[str, torch.Tensor], rows: int | None = None) -> int:
+        """The number of rows of `batch`, checked before anything is launched. Any number >= 1.
+
+        Args:
+            batch: slot name -> tensor (n, *row_shape) of the slot's dtype, on the host or the
+                slots' device. Slots left out keep the contents they have.
+            rows: n, where `batch` is empty or to make sure.
+
+        Raises:
+            InputError: names the slot, what was expected, what was found, and the cure.
+        """
+        found = rows
+        for name, tensor in batch.items():
+            slot = self.slots.get(name)
+            if slot is None:
+                raise InputError(
+                    f"unknown slot {name!r}; this step has {', '.join(sorted(self.slots))}"
+                )
+            if not isinstance(tensor, torch.Tensor):
+                raise InputError(
+                    f"slot {name!r}: expected a tensor, found {type(tensor).__name__}; "
+                    f"convert it with torch.as_tensor(value, dtype={slot.dtype})"
+                )
+            shape, row_shape = tuple(tensor.shape), tuple(slot.row_shape)
+            if not shape or shape[1:] != row_shape or (found is not None and shape[0] != found):
+                rows_text = "n" if found is None else str(found)
+                raise InputError(
+                    f"slot {name!r}: expected shape ({', '.join([rows_text, *map(str, row_shape)])})"
+                    f", found {shape}; every slot of a batch has the same number of rows"
+                )
+            if tensor.dtype != slot.dtype:
+                raise InputError(
+                    f"slot {name!r}: expected dtype {slot.dtype}, found {tensor.dtype}; convert it "
+                    f"with .to({slot.dtype}), graphcap does not cast in silence"
+                )
+            if tensor.device not in (self.device, torch.device("cpu")):
+                raise InputError(
+                    f"slot {name!r}: expected a tensor on {self.device} or the CPU, found one on "
+                    f"{tensor.device}; move it with .to({str(self.device)!r})"
+                )
+            found = shape[0]
+        if found is None:
+            found = self.rows
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            raise InputError(
+                f"a batch needs at least one row, found {found}; "
+                f"skip the step when there is nothing to decode"
+            )
+        missing = [name for name in self.slots if name not in batch]
+        if missing and found > self.rows:
+            raise InputError(
+                f"a batch of {found} rows follows one of {self.rows} and leaves out slot(s) "
+                f"{', '.join(missing)}, whose rows {self.rows} to {found - 1} hold padding; "
+                f"give every slot when the batch grows"
+            )
+        return found
+
+    def load(self, batch: Mapping[str, torch.Tensor], rows: int) -> None:
+        """Copy a checked `batch` into the slots: one launch for all tensors of the host, one for all
+        of the device, none for a batch that is there already."""
+        resized = rows != self.rows
+        if batch:
+            near: list[tuple[torch.Tensor, torch.Tensor]] = []
+            far: dict[str, torch.Tensor] = {}
+            for name, tensor in batch.items():
+                target = self._tensors[name][:rows]
+                if tensor.device != self.device:
+                    far[name] = tensor
+                elif tensor.data_ptr() != target.data_ptr() or not tensor.is_contiguous():
+                    near.append((_as_bytes(target), _as_bytes(tensor)))
+            if near:
+                self._copy_near(near)
+            if far:
+                assert self._staging is not None
+                spans = [self._spans[name] for name in self.slots if name in far]
+                if resized:
+                    spans.insert(0, self._header)
+                    resized = False
+                staged = self._staging.begin()
+                self._header_of(staged).fill_(rows)
+                for name, tensor in far.items():
+                    start, _ = self._spans[name]
+                    flat = _as_bytes(tensor.contiguous()).reshape(-1)
+                    staged[start : start + flat.numel()].copy_(flat)
+                self.launches += self._staging.send(spans)
+        if resized:
+            self._num_rows.fill_(rows)
+            self.launches += 1
+        self.rows = rows
+
+    def _copy_near(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        groups: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for target, source in pairs:
+            if source.dtype != target.dtype:  # a strided source could not be seen as bytes
+                target = target.view(source.dtype)
+            groups.setdefault(source.dtype, []).append((target, source))
+        for group in groups.values():
+            torch._foreach_copy_([t for t, _ in group], [s for _, s in group])
+            self.launches += 1
+
+    # -- for the manager -------------------------------------------------------------------------
+
+    @property
+    def arena(self) -> torch.Tensor:
+        """All slots and the row count, as bytes."""
+        return self._arena
+
+    def snapshot(self) -> tuple[torch.Tensor, int]:
+        """Contents of every slot and the row count, to hand to `restore`."""
+        return self._arena.clone(), self.rows
+
+    def restore(self, saved: tuple[torch.Tensor, int]) -> None:
+        arena, self.rows = saved
+        self._arena.copy_(arena)
+
+    def poison_pads(self, rows: int) -> None:
+        """Fill rows from `rows` on with 0xFF bytes (NaN, -1): a check that they are restored."""
+        garbage = -1 if self._words.dtype != torch.uint8 else 0xFF
+        self._words.masked_fill_(self._row_of_word >= rows, garbage)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _layout(self) -> None:
+        offset = _SLOT_ALIGNMENT  # the header: the number of real rows
+        self._header = (0, 4)
+        self._spans: dict[str, tuple[int, int]] = {}
+        word = 8
+        for name, slot in self.slots.items():
+            if name == NUM_ROWS:
+                raise InputError(f"the slot name {NUM_ROWS!r} is reserved; use another")
+            _check_pad(name, slot)
+            row_bytes = math.prod(slot.row_shape) * slot.dtype.itemsize
+            if row_bytes == 0:
+                raise InputError(f"slot {name!r}: row shape {slot.row_shape} has no element")
+            self._spans[name] = (offset, offset + self.max_batch * row_bytes)
+            offset = -(-self._spans[name][1] // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+            word = math.gcd(word, row_bytes)
+        self._arena = torch.zeros(offset, dtype=torch.uint8, device=self.device)
+        pads = torch.zeros(offset, dtype=torch.uint8)
+        rows = torch.full((offset // word,), -1, dtype=torch.int32)
+        self._tensors: dict[str, torch.Tensor] = {}
+        for name, slot in self.slots.items():
+            start, end = self._spans[name]
+            shape = (self.max_batch, *slot.row_shape)
+            pads[start:end].view(slot.dtype).fill_(slot.pad.value)
+            rows[start // word : end // word].view(self.max_batch, -1).copy_(
+                torch.arange(self.max_batch, dtype=torch.int32)[:, None]
+            )
+            self._tensors[name] = self._arena[start:end].view(slot.dtype).view(shape)
+        self._words = self._arena.view(_WORDS[word])
+        self._pad_words = pads.to(self.device).view(_WORDS[word])
+        self._row_of_word = rows.to(self.device)
+        self._is_pad = torch.zeros(rows.shape, dtype=torch.bool, device=self.device)
+        self._num_rows = self._header_of(self._arena)
+        self.restore_pads()
+
+    def _header_of(self, arena: torch.Tensor) -> torch.Tensor:
+        return arena[: self._header[1]].view(torch.int32)
+
+
+class _Staging:
+    """Pinned host images of the arena, used in turn so that none is rewritten while it is copied."""
+
+    COPIES = 4
+
+    def __init__(self, arena: torch.Tensor) -> None:
+        self._arena = arena
+        self._images = [
+            torch.zeros(arena.shape, dtype=torch.uint8, pin_memory=True) for _ in range(self.COPIES)
+        ]
+        self._sent = [torch.cuda.Event() for _ in range(self.COPIES)]
+        self._turn = 0
+
+    def begin(self) -> torch.Tensor:
+        """The next image, free to be written: its last copy has ended."""
+        self._turn = (self._turn + 1) % self.COPIES
+        self._sent[self._turn].synchronize()
+        return self._images[self._turn]
+
+    def send(self, spans: list[tuple[int, int]]) -> int:
+        """Copy byte ranges of the image to the arena, neighbours as one. Returns the copies made.
+
+        Ranges are given in order. Two are neighbours when only alignment gaps lie between them.
+        """
+        merged: list[tuple[int, int]] = []
+        for start, end in spans:
+            if merged and start - merged[-1][1] < _SLOT_ALIGNMENT:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start, end))
+        image = self._images[self._turn]
+        for start, end in merged:
+            self._arena[start:end].copy_(image[start:end], non_blocking=True)
+        self._sent[self._turn].record()
+        return len(merged)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as bytes, so that slots of different dtypes share one multi-tensor copy."""
+    return tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
+
+
+def _check_pad(name: str, slot: Slot) -> None:
+    value: Any = slot.pad.value
+    try:
+        stored = torch.tensor(value, dtype=slot.dtype).item()
+    except (RuntimeError, TypeError, OverflowError):
+        stored = None
+    if not math.isfinite(value) or stored != value:
+        raise InputError(
+            f"slot {name!r}: pad value {value!r} is not a finite value of {slot.dtype}; "
+            f"give one that the dtype holds exactly"
+        )

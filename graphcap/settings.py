@@ -1,0 +1,168 @@
+"""Environment variables, read once into one frozen `Settings`."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graphcap.errors import LadderError, SettingsError
+
+logger = logging.getLogger(__name__)
+
+RECORDERS = ("auto", "cuda", "tape")
+KERNELS = ("auto", "triton", "vllm", "ixformer", "reference")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for. Each field is one environment variable (see `VARIABLES`).
+
+    Attributes:
+        enabled: the vLLM plugin is on.
+        buckets: ``auto`` or bucket sizes, as written.
+        recorder: ``auto``, ``cuda`` or ``tape``.
+        kernels: ``auto`` or the name of a kernel backend.
+        verify: ``off``, ``capture``, or ``every N``: after `verify_every` replays one is checked.
+        verify_every: N of ``GRAPHCAP_VERIFY=N``, 0 where no sampling was asked for.
+        strict: every fallback is an error.
+        pool_mib: the largest pool that may be planned, in MiB; None: no limit.
+        report: where to write the capture report as JSON; None: nowhere.
+    """
+
+    enabled: bool = False
+    buckets: str = "auto"
+    recorder: str = "auto"
+    kernels: str = "auto"
+    verify: str = "capture"
+    verify_every: int = 0
+    strict: bool = False
+    pool_mib: float | None = None
+    report: Path | None = None
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Read every ``GRAPHCAP*`` variable.
+
+        A name that starts with ``GRAPHCAP`` and is none of ours is warned about, with the nearest
+        name that is: a misspelt switch must not be ignored in silence.
+
+        Raises:
+            SettingsError: a value is not accepted; names variable, value and what is.
+        """
+        source = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        origins: dict[str, str] = {}
+        for variable in VARIABLES:
+            text = source.get(variable.name)
+            origins[variable.name] = "default" if text is None else "environment"
+            if text is not None:
+                values.update(variable.parse(variable.name, text.strip()))
+        for name in unknown_variables(source):
+            near = difflib.get_close_matches(name, [v.name for v in VARIABLES], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            logger.warning("%s is not a graphcap variable and has no effect%s", name, hint)
+        return cls(**values, origins=origins)
+
+    def value_of(self, name: str) -> str:
+        """The value of variable `name` in the form in which a user would write it."""
+        return {
+            "GRAPHCAP": "1" if self.enabled else "0",
+            "GRAPHCAP_BUCKETS": self.buckets,
+            "GRAPHCAP_RECORDER": self.recorder,
+            "GRAPHCAP_KERNELS": self.kernels,
+            "GRAPHCAP_VERIFY": str(self.verify_every) if self.verify_every else self.verify,
+            "GRAPHCAP_STRICT": "1" if self.strict else "0",
+            "GRAPHCAP_POOL_MIB": "unset" if self.pool_mib is None else f"{self.pool_mib:g}",
+            "GRAPHCAP_REPORT": "unset" if self.report is None else str(self.report),
+        }[name]
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Names that start with ``GRAPHCAP_`` and mean nothing to graphcap."""
+    known = {variable.name for variable in VARIABLES}
+    return sorted(n for n in environ if n.startswith("GRAPHCAP_") and n not in known)
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, its meaning, and how its text becomes fields."""
+
+    name: str
+    meaning: str
+    parse: Callable[[str, str], dict[str, Any]]
+
+
+def _refuse(name: str, text: str, accepted: str) -> SettingsError:
+    return SettingsError(f"{name}: expected {accepted}, found {text!r}; correct or unset it")
+
+
+def _switch(field_name: str) -> Callable[[str, str], dict[str, Any]]:
+    def parse(name: str, text: str) -> dict[str, Any]:
+        if text not in ("0", "1"):
+            raise _refuse(name, text, "0 or 1")
+        return {field_name: text == "1"}
+
+    return parse
+
+
+def _choice(field_name: str, accepted: tuple[str, ...]) -> Callable[[str, str], dict[str, Any]]:
+    def parse(name: str, text: str) -> dict[str, Any]:
+        if text.lower() not in accepted:
+            raise _refuse(name, text, "one of " + ", ".join(accepted))
+        return {field_name: text.lower()}
+
+    return parse
+
+
+def _buckets(name: str, text: str) -> dict[str, Any]:
+    from graphcap.buckets import BucketLadder
+
+    try:
+        # The maximum is not known yet; parsing against a huge one checks every entry.
+        BucketLadder.parse(text, max_batch=1 if text.lower() == "auto" else 1 << 30)
+    except LadderError as error:
+        raise _refuse(name, text, "auto, or positive integers such as 1,2,4,8,64") from error
+    return {"buckets": text}
+
+
+def _verify(name: str, text: str) -> dict[str, Any]:
+    if text.lower() in ("off", "capture"):
+        return {"verify": text.lower()}
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return {"verify": "capture", "verify_every": int(text)}
+    raise _refuse(name, text, "off, capture, or a number N of at least 1 (check every N-th replay)")
+
+
+def _pool_mib(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise _refuse(name, text, "a positive number of MiB")
+    return {"pool_mib": value}
+
+
+def _report(name: str, text: str) -> dict[str, Any]:
+    path = Path(text).expanduser()
+    if not text or path.is_dir() or not path.absolute().parent.is_dir():
+        raise _refuse(name, text, "the path of a file in an existing folder")
+    return {"report": path}
+
+
+VARIABLES = (
+    Variable("GRAPHCAP", "1 turns the vLLM plugin on", _switch("enabled")),
+    Variable("GRAPHCAP_BUCKETS", "auto, or sizes such as 1,2,4,8,64", _buckets),
+    Variable("GRAPHCAP_RECORDER", "auto, cuda or tape", _choice("recorder", RECORDERS)),
+    Variable("GRAPHCAP_KERNELS", "kernel backend", _choice("kernels", KERNELS)),
+    Variable("GRAPHCAP_VERIFY", "off, capture, or N: also check every N-th replay", _verify),
+    Variable("GRAPHCAP_STRICT", "1 makes every fallback an error", _switch("strict")),
+    Variable("GRAPHCAP_POOL_MIB", "refuse to plan a larger pool", _pool_mib),
+    Variable("GRAPHCAP_REPORT", "write the capture report there as JSON", _report),
+)
