@@ -118,9 +118,7 @@ class StaticInputs:
 
     def restore_pads(self) -> None:
         """Give every row beyond the real ones its pad value. Recorded in front of every step."""
-        _restore_pads(
-            self._words, self._pad_words, self._row_of_word, self._num_rows, self._is_pad
-        )
+        _restore_pads(self._words, self._pad_words, self._row_of_word, self._num_rows, self._is_pad)
 
     # -- loading a batch -------------------------------------------------------------------------
 

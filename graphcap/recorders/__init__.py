@@ -1,0 +1,1 @@
+"""Recorders turn a step into a recording: ``cuda`` into a CUDA graph, ``tape`` into a tape."""

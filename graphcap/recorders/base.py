@@ -1,0 +1,78 @@
+"""What every recorder and every recording owe."""
+
+from __future__ import annotations
+
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from graphcap.census import Census
+
+BoundStep = Callable[[], Mapping[str, torch.Tensor]]
+"""A step bound to the slots of one bucket: runs on the device, returns its outputs."""
+
+
+class Recording(ABC):
+    """A recorded step. Owns or pins every address that it uses until it is closed.
+
+    Attributes:
+        outputs: the tensors that every replay writes. Their contents last until the next replay of
+            any recording that shares the step's pool.
+        nbytes: memory that making this recording took, measured, in bytes.
+    """
+
+    outputs: Mapping[str, torch.Tensor]
+    nbytes: int
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Run the step once: one launch. Asynchronous on a CUDA device, on the current stream."""
+
+    @abstractmethod
+    def census(self) -> Census:
+        """What one replay launches."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back everything that is owned. A closed recording cannot be replayed. Idempotent."""
+
+
+class Recorder(ABC):
+    """Makes recordings. Close it after the recordings that it made."""
+
+    name: str
+
+    @abstractmethod
+    def warm_up(self, step: BoundStep) -> Mapping[str, torch.Tensor]:
+        """Run `step` eagerly in the surroundings (stream, modes) in which it will be recorded."""
+
+    @abstractmethod
+    def record(self, step: BoundStep, bucket: int) -> Recording:
+        """Record `step`, which is bound to a batch of `bucket` rows and has been warmed up.
+
+        Raises:
+            CaptureError: names the operation, the source line and the cure. The device is usable
+                and what the attempt took is given back.
+        """
+
+    def close(self) -> None:
+        """Give back what the recordings shared. Idempotent."""
+        return None
+
+
+@contextmanager
+def garbage_collection_held() -> Iterator[None]:
+    """Collect now, then not again until the end: a collection inside a capture can free CUDA memory
+    or call the driver, which breaks the capture, and costs seconds over many buckets."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,224 @@
+"""The cuda recorder: one CUDA graph per bucket, one graph memory pool, one stream."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from graphcap.census import Call, Census
+from graphcap.errors import BackendError, CaptureError, StateError
+from graphcap.operations import Operation
+from graphcap.recorders.base import BoundStep, Recorder, Recording, garbage_collection_held
+from graphcap.recorders.graph_nodes import GraphReader
+from graphcap.recorders.guard import StepGuard
+from graphcap.recorders.source import raising_line
+from graphcap.recorders.tape import dispatch_row
+
+logger = logging.getLogger(__name__)
+
+
+class CaptureTrace(StepGuard):
+    """Watches a step under capture and counts the graph nodes that each operation makes."""
+
+    def __init__(self, device: torch.device, stream: int, reader: GraphReader | None) -> None:
+        super().__init__(device, replays_live=False)
+        self.calls: list[Call] = []
+        self._stream = stream
+        self._reader = reader
+        self._graph: Any = None
+
+    def called(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        before = self._count()
+        operation.function(*args, **kwargs)
+        self._append(operation.name, operation.implementation, before)
+
+    def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = self._count()
+        result = func(*args, **kwargs)
+        self._append(dispatch_row(func), "torch", before)
+        return result
+
+    def census(self) -> Census:
+        """Of the capture so far; asked for at its end."""
+        nodes = None if self._reader is None else self._reader.nodes(self._handle())
+        return Census.of(self.calls, graph=nodes)
+
+    def _append(self, name: str, implementation: str, before: int | None) -> None:
+        after = self._count()
+        made = None if after is None or before is None else after - before
+        if made != 0:  # views and allocations make no node and are no operation
+            self.calls.append(Call(name, implementation, nodes=made))
+
+    def _count(self) -> int | None:
+        return None if self._reader is None else self._reader.count(self._handle())
+
+    def _handle(self) -> Any:
+        if self._graph is None:
+            assert self._reader is not None
+            self._graph = self._reader.graph_under_capture(self._stream)
+        return self._graph
+
+
+class CudaRecording(Recording):
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        outputs: Mapping[str, torch.Tensor],
+        census: Census,
+        nbytes: int,
+    ) -> None:
+        self.outputs = outputs
+        self.nbytes = nbytes
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._census = census
+        self.replay = graph.replay  # type: ignore[method-assign]  # one Python frame less a token
+
+    def replay(self) -> None:
+        raise StateError("this recording is closed and cannot be replayed; capture again")
+
+    def census(self) -> Census:
+        return self._census
+
+    def close(self) -> None:
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+            self.outputs = {}
+            del self.replay  # the method above answers from here on
+
+
+class CudaRecorder(Recorder):
+    """Captures steps on a CUDA device.
+
+    All recordings share one graph memory pool: record the largest bucket first, and the smaller
+    ones find their memory there. Capture and warm-up run on one stream of the recorder's, so that
+    per-stream workspaces (cuBLAS) exist before the capture.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise BackendError(
+                f"the cuda recorder needs a CUDA device, found {device}; use GRAPHCAP_RECORDER=tape"
+            )
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        try:
+            self._reader: GraphReader | None = GraphReader()
+        except BackendError as error:
+            logger.warning("graph nodes are not counted: %s", error)
+            self._reader = None
+
+    def warm_up(self, step: BoundStep) -> Mapping[str, torch.Tensor]:
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            outputs = step()
+        current.wait_stream(self._stream)
+        return outputs
+
+    def record(self, step: BoundStep, bucket: int) -> CudaRecording:
+        if torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                "a recording was started inside another capture on this stream; "
+                "end that capture first"
+            )
+        with garbage_collection_held():
+            torch.cuda.synchronize(self.device)
+            free_before, _ = torch.cuda.mem_get_info(self.device)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                outputs, census = self._capture(graph, step)
+            except BaseException as error:
+                self._recover(graph)
+                if isinstance(error, CaptureError) or not isinstance(error, Exception):
+                    raise
+                raise _explained(error, bucket) from error
+            torch.cuda.synchronize(self.device)
+            free_after, _ = torch.cuda.mem_get_info(self.device)
+        return CudaRecording(graph, outputs, census, max(0, free_before - free_after))
+
+    def _capture(
+        self, graph: torch.cuda.CUDAGraph, step: BoundStep
+    ) -> tuple[Mapping[str, torch.Tensor], Census]:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            # thread_local: what other threads do on the device does not break this capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            trace = CaptureTrace(self.device, self._stream.cuda_stream, self._reader)
+            with trace.watching():
+                outputs = dict(step())
+            census = trace.census()
+            graph.capture_end()
+        return outputs, census
+
+    def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a broken capture and bring allocator and random generators back to normal."""
+        with torch.cuda.stream(self._stream):
+            try:
+                graph.capture_end()
+            except RuntimeError as error:
+                logger.debug("ending the broken capture: %s", error)
+                # torch leaves the allocator routing to the graph's pool, and the generators
+                # expecting a capture, when ending it fails; a capture that succeeds clears both.
+                end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+                if end is not None:
+                    try:
+                        end(self.device.index or 0, self._pool)
+                    except RuntimeError as inner:
+                        logger.debug("ending allocation to the graph pool: %s", inner)
+        try:
+            graph.reset()
+        except RuntimeError as error:
+            logger.debug("resetting the broken graph: %s", error)
+        torch.cuda.synchronize(self.device)
+        probe_capture_once(self.device)
+        torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        self._pool = None
+
+
+def probe_capture_once(device: torch.device) -> float:
+    """Capture and replay a graph of one kernel. Returns the time it took in milliseconds.
+
+    Raises:
+        RuntimeError: as the driver or torch raised it: capture does not work on this device.
+    """
+    started = time.perf_counter()
+    value = torch.zeros(1, device=device)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            value.add_(1)
+        finally:
+            graph.capture_end()
+        graph.replay()
+        graph.replay()
+    stream.synchronize()
+    if value.item() != 2:
+        raise RuntimeError(f"two replays of a graph that adds 1 gave {value.item()}, expected 2")
+    graph.reset()
+    return (time.perf_counter() - started) * 1e3
+
+
+def _explained(error: Exception, bucket: int) -> CaptureError:
+    line = raising_line(error.__traceback__)
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return CaptureError(
+            f"bucket {bucket}: out of device memory at {line} while recording: {error}; record "
+            f"fewer or smaller buckets (GRAPHCAP_BUCKETS) or leave the device more free memory"
+        )
+    return CaptureError(
+        f"bucket {bucket}: {type(error).__name__} at {line} while recording: {error}; remove what "
+        f"synchronises or allocates outside torch there, or use GRAPHCAP_RECORDER=tape"
+    )

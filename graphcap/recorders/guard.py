@@ -1,0 +1,245 @@
+"""StepGuard: sees every operation of a step while it is recorded, and refuses what no recording can
+replay faithfully *before* it runs.
+
+Refusing first is what keeps a CUDA capture intact: the forbidden call never reaches the driver, so
+the capture can be ended in order and the device stays usable. Three ways lead to the device, and all
+are watched: torch's dispatcher, graphcap's kernel layer, and Triton launches behind their back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphcap.errors import CaptureError
+from graphcap.operations import Operation, observed_by
+from graphcap.recorders.source import calling_line
+
+_KEEP_ON_DEVICE = "keep the value on the device: use torch.where, or index with a tensor"
+_FIXED_SHAPE = "compute a fixed number of rows and mask: use torch.where or masked_fill"
+_CURES = {
+    "_local_scalar_dense": _KEEP_ON_DEVICE,
+    "item": _KEEP_ON_DEVICE,
+    "equal": "compare with torch.eq(a, b).all() and keep the result on the device",
+    "nonzero": _FIXED_SHAPE,
+    "masked_select": _FIXED_SHAPE,
+    "index": _FIXED_SHAPE,
+    "bincount": "use torch.zeros(E).scatter_add_(0, ids, ones), whose length is fixed",
+    "repeat_interleave": "pass output_size=, so that the length is known on the host",
+}
+_SPOKEN = {"_local_scalar_dense": ".item() (or bool(), int(), float() of a tensor)"}
+
+_HOST_READS: Mapping[Any, str] = {
+    torch.Tensor.cpu: ".cpu()",
+    torch.Tensor.tolist: ".tolist()",
+    torch.Tensor.numpy: ".numpy()",
+    torch.Tensor.__array__: "numpy conversion",
+    torch.Tensor.__repr__: "printing a tensor",
+    torch.Tensor.__format__: "formatting a tensor",
+}
+
+
+class StepGuard(TorchDispatchMode):
+    """Enter it around one run of a step.
+
+    Args:
+        device: the device that the step runs on.
+        replays_live: each operation is called again at replay (tape). Otherwise the device work
+            is captured (CUDA graph), and copies from pinned memory may be part of it.
+    """
+
+    def __init__(self, device: torch.device, *, replays_live: bool) -> None:
+        super().__init__()
+        self.device = device
+        self.replays_live = replays_live
+        self._depth = 0  # above 0: inside an operation that was seen and allowed
+
+    # -- what subclasses do with what they see ---------------------------------------------------
+
+    def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One allowed dispatcher operation. Runs it and returns its result."""
+        return func(*args, **kwargs)
+
+    def called(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """One call through the kernel layer. Runs it."""
+        operation.function(*args, **kwargs)
+
+    # -- the three ways --------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(observed_by(self))
+            stack.enter_context(_HostReadGuard(self))
+            if self.replays_live:
+                stack.enter_context(_triton_launches_seen_by(self._triton_launch))
+            stack.enter_context(self)
+            yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        keywords: dict[str, Any] = kwargs or {}
+        if self._depth:
+            return func(*args, **keywords)
+        self._refuse_dispatch(func, args, keywords)
+        self._depth += 1
+        try:
+            return self.dispatched(func, args, keywords)
+        finally:
+            self._depth -= 1
+
+    def operation(
+        self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._depth:
+            operation.function(*args, **kwargs)
+            return
+        self._depth += 1
+        try:
+            self.called(operation, args, kwargs)
+        finally:
+            self._depth -= 1
+
+    def _triton_launch(self, kernel: str) -> None:
+        if not self._depth:
+            raise CaptureError(
+                f"the Triton kernel {kernel!r} was launched at {calling_line()} where the tape "
+                f"cannot see its arguments; wrap the launch with graphcap.operations.operation, or "
+                f"register it as a custom operator with torch.library"
+            )
+
+    # -- refusals --------------------------------------------------------------------------------
+
+    def _refuse_dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        packet = func.overloadpacket.__name__
+        returns = func._schema.returns
+        tags = func.tags
+        if _is_data_dependent(func, packet, args, kwargs, tags):
+            what = _SPOKEN.get(packet, f"aten.{packet}")
+            raise self._refusal(
+                what,
+                "its result's shape or value has to be read by the host",
+                _CURES.get(packet, _FIXED_SHAPE),
+            )
+        if returns and not any(_is_tensor_type(r.type) for r in returns):
+            raise self._refusal(
+                str(func), "it returns a value of a tensor to the host", _KEEP_ON_DEVICE
+            )
+        if torch.Tag.inplace_view in tags:
+            raise self._refusal(
+                str(func),
+                "it changes the shape or storage of a tensor in place",
+                "use the out-of-place form, such as t() for t_(), and tensors of a fixed size",
+            )
+        if packet in ("_to_copy", "copy_", "copy") and not self._copy_stays(packet, args, kwargs):
+            raise self._refusal(
+                str(func),
+                "it copies between the host and the device",
+                f"keep the step's tensors on {self.device}; pass what changes as a slot",
+            )
+
+    def _copy_stays(self, packet: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        source = args[0] if packet == "_to_copy" else args[1]
+        target = kwargs.get("device") if packet == "_to_copy" else args[0].device
+        if target is None or torch.device(target).type == source.device.type:
+            return True
+        host = source if packet == "_to_copy" else (source if source.is_cpu else args[0])
+        non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        return (
+            not self.replays_live
+            and non_blocking
+            and packet == "copy_"
+            and host.is_cpu
+            and host.is_pinned()
+        )
+
+    def _refusal(self, what: str, why: str, cure: str) -> CaptureError:
+        return CaptureError(f"{what} at {calling_line()} cannot be recorded: {why}; {cure}")
+
+
+class _HostReadGuard(TorchFunctionMode):
+    """Host reads that reach no dispatcher on a CPU tensor, and are wrong on every device."""
+
+    def __init__(self, guard: StepGuard) -> None:
+        super().__init__()
+        self._guard = guard
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if not self._guard._depth:
+            try:
+                what = _HOST_READS.get(func)
+            except TypeError:  # an unhashable callable is none of ours
+                what = None
+            if what is not None:
+                raise self._guard._refusal(what, "it copies a tensor to the host", _KEEP_ON_DEVICE)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_data_dependent(
+    func: Any, packet: str, args: tuple[Any, ...], kwargs: dict[str, Any], tags: Any
+) -> bool:
+    if packet == "index":
+        indices = args[1] if len(args) > 1 else kwargs.get("indices", ())
+        return any(
+            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices
+        )
+    if packet == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    return torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+
+
+def _is_tensor_type(kind: Any) -> bool:
+    return "Tensor" in str(kind)
+
+
+@contextmanager
+def _triton_launches_seen_by(callback: Callable[[str], None]) -> Iterator[None]:
+    """Call `callback` with the kernel's name before every Triton launch of this process.
+
+    Triton that was not imported yet cannot launch; one that the step imports is seen at the next
+    recording only.
+    """
+    if "triton" not in sys.modules:
+        yield
+        return
+
+    def enter(metadata: Any) -> None:
+        details = metadata.get() if hasattr(metadata, "get") else {}
+        callback(str(details.get("name", "?")))
+
+    knobs = sys.modules.get("triton.knobs")
+    chain = getattr(getattr(knobs, "runtime", None), "launch_enter_hook", None)
+    if chain is not None and hasattr(chain, "add"):
+        chain.add(enter)
+        try:
+            yield
+        finally:
+            chain.remove(enter)
+        return
+    # Triton before 3.4: one hook, an attribute of the compiled kernel's class (or of knobs).
+    owner: Any = getattr(knobs, "runtime", None)
+    if owner is None or not hasattr(owner, "launch_enter_hook"):
+        from triton.compiler import CompiledKernel
+
+        owner = CompiledKernel
+    previous = owner.launch_enter_hook
+
+    def both(metadata: Any) -> None:
+        enter(metadata)
+        if previous is not None:
+            previous(metadata)
+
+    owner.launch_enter_hook = both
+    try:
+        yield
+    finally:
+        owner.launch_enter_hook = previous

@@ -1,0 +1,187 @@
+"""The tape: a list of device operations with fixed addresses, replayed without the model's Python.
+
+While a step is recorded it runs for real; every dispatcher operation and every call through the
+kernel layer becomes an entry that writes where the recorded run wrote. Operations that return new
+storage are replayed through their out-variant; where there is none, they run again and their result
+is copied to the recorded address, which is counted as an allocation. Views cost nothing at replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphcap.census import Call, Census
+from graphcap.errors import CaptureError, StateError
+from graphcap.operations import Operation
+from graphcap.recorders.base import BoundStep, Recorder, Recording
+from graphcap.recorders.guard import StepGuard
+from graphcap.recorders.out_variants import out_call
+from graphcap.recorders.source import calling_line
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One replayable operation."""
+
+    call: Callable[[], object]
+    counted: Call
+
+
+class TapeTrace(StepGuard):
+    """Runs a step and writes down its operations.
+
+    Args:
+        device: the device that the step runs on. On ``meta`` kernel-layer calls are counted and
+            not executed: they own no memory there and return nothing.
+        replays_live: see `StepGuard`; False only counts, for a step that will not be replayed.
+    """
+
+    def __init__(self, device: torch.device, *, replays_live: bool = True) -> None:
+        super().__init__(device, replays_live=replays_live)
+        self.entries: list[Entry] = []
+        self.own_bytes = 0
+        """Bytes of storage that recorded operations returned and the tape now keeps alive."""
+        self._owned: set[int] = set()
+
+    def called(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.device.type != "meta":
+            operation.function(*args, **kwargs)
+        self.entries.append(
+            Entry(
+                partial(operation.function, *args, **kwargs),
+                Call(operation.name, operation.implementation),
+            )
+        )
+
+    def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = _written(func, args, kwargs)
+        before = [tensor.data_ptr() for tensor in written]
+        result = func(*args, **kwargs)
+        if written or func._schema.is_mutable:
+            if [tensor.data_ptr() for tensor in written] != before:
+                raise self._refusal(
+                    str(func),
+                    "it resized the tensor that it writes to, which moves its address",
+                    "give it an output of the right shape",
+                )
+            self._append(func, partial(func, *args, **kwargs), allocates=False)
+            return result
+        inputs = {_storage(t) for t in _tensors((args, kwargs))}
+        fresh = [t for t in _tensors(result) if _storage(t) not in inputs]
+        if func.overloadpacket.__name__ == "lift_fresh":
+            # A constant that torch.tensor() made from Python values. The step may write into it, so
+            # each replay has to see the values of now.
+            self._append(func, partial(result.copy_, result.clone()), allocates=False)
+            return result
+        if not fresh:  # a view, or a query
+            return result
+        for tensor in fresh:
+            if _storage(tensor) not in self._owned:
+                self._owned.add(_storage(tensor))
+                self.own_bytes += tensor.untyped_storage().nbytes()
+        call, allocates = out_call(func, args, kwargs, result)
+        if call is not None:
+            self._append(func, call, allocates=allocates)
+        return result
+
+    def _append(self, func: Any, call: Callable[[], object], *, allocates: bool) -> None:
+        self.entries.append(Entry(call, Call(dispatch_row(func), "torch", allocates)))
+
+
+class TapeRecording(Recording):
+    def __init__(self, trace: TapeTrace, outputs: Mapping[str, torch.Tensor]) -> None:
+        self.outputs = outputs
+        self.nbytes = trace.own_bytes
+        self._calls: tuple[Callable[[], object], ...] | None = tuple(e.call for e in trace.entries)
+        self._census = Census.of(entry.counted for entry in trace.entries)
+
+    def replay(self) -> None:
+        calls = self._calls
+        if calls is None:
+            raise StateError("this recording is closed and cannot be replayed; capture again")
+        with torch.no_grad():
+            for call in calls:
+                call()
+
+    def census(self) -> Census:
+        return self._census
+
+    def close(self) -> None:
+        self._calls = None
+        self.outputs = {}
+
+
+class TapeRecorder(Recorder):
+    """Records on CPUs, and on devices that refuse graph capture."""
+
+    name = "tape"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def warm_up(self, step: BoundStep) -> Mapping[str, torch.Tensor]:
+        with torch.no_grad():
+            return step()
+
+    def record(self, step: BoundStep, bucket: int) -> TapeRecording:
+        trace = TapeTrace(self.device)
+        try:
+            with torch.no_grad(), trace.watching():
+                outputs = step()
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"bucket {bucket}: the step raised {type(error).__name__} at "
+                f"{_raised_at(error)} while it was recorded: {error}"
+            ) from error
+        return TapeRecording(trace, dict(outputs))
+
+
+def count_step(step: BoundStep, device: torch.device) -> Census:
+    """Run `step` once and count its operations. On ``meta`` nothing is computed."""
+    trace = TapeTrace(device, replays_live=False)
+    with torch.no_grad(), trace.watching():
+        step()
+    return Census.of(entry.counted for entry in trace.entries)
+
+
+def _raised_at(error: BaseException) -> str:
+    from graphcap.recorders.source import raising_line
+
+    return raising_line(error.__traceback__) or calling_line()
+
+
+def dispatch_row(func: Any) -> str:
+    """Copies are one row whatever their overload; other dispatcher operations keep their names."""
+    packet = func.overloadpacket.__name__
+    return "copies" if packet in ("copy_", "_to_copy", "clone", "copy") else str(func)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    written: list[Any] = []
+    for index, argument in enumerate(func._schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written.append(value)
+    return list(_tensors(written))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
