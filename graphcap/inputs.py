@@ -191,7 +191,11 @@ class StaticInputs:
                 if tensor.device != self.device:
                     far[name] = tensor
                 elif tensor.data_ptr() != target.data_ptr() or not tensor.is_contiguous():
-                    near.append((_as_bytes(target), _as_bytes(tensor)))
+                    near.append(
+                        (_as_bytes(target), _as_bytes(tensor))
+                        if tensor.is_contiguous()
+                        else (target, tensor)
+                    )
             if near:
                 self._copy_near(near)
             if far:
@@ -215,8 +219,6 @@ class StaticInputs:
     def _copy_near(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         groups: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for target, source in pairs:
-            if source.dtype != target.dtype:  # a strided source could not be seen as bytes
-                target = target.view(source.dtype)
             groups.setdefault(source.dtype, []).append((target, source))
         for group in groups.values():
             torch._foreach_copy_([t for t, _ in group], [s for _, s in group])
@@ -228,6 +230,11 @@ class StaticInputs:
     def arena(self) -> torch.Tensor:
         """All slots and the row count, as bytes."""
         return self._arena
+
+    def clear(self) -> None:
+        """No real row: every row becomes padding when a step runs next."""
+        self._num_rows.fill_(0)
+        self.rows = 0
 
     def snapshot(self) -> tuple[torch.Tensor, int]:
         """Contents of every slot and the row count, to hand to `restore`."""
@@ -321,7 +328,7 @@ class _Staging:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as bytes, so that slots of different dtypes share one multi-tensor copy."""
-    return tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _check_pad(name: str, slot: Slot) -> None:

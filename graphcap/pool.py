@@ -60,12 +60,13 @@ class BufferPool:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One run of the step. Whatever is held when it ends, also by an error, is released."""
+        """One run of the step. Whatever is held when it ends, also by an error, is released.
+
+        Inside another ``step()`` of the same pool this does nothing: the outer one is the step.
+        """
         if self._in_step:
-            raise PoolError(
-                "a step began while another step of the same pool is running; give each step "
-                "function that can run inside another a pool of its own"
-            )
+            yield
+            return
         self._in_step = True
         try:
             yield

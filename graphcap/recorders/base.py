@@ -60,7 +60,7 @@ class Recorder(ABC):
 
     def close(self) -> None:
         """Give back what the recordings shared. Idempotent."""
-        return None
+        return
 
 
 @contextmanager

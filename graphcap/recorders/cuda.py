@@ -109,6 +109,7 @@ class CudaRecorder(Recorder):
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._settled = False
         try:
             self._reader: GraphReader | None = GraphReader()
         except BackendError as error:
@@ -131,6 +132,9 @@ class CudaRecorder(Recorder):
             )
         with garbage_collection_held():
             torch.cuda.synchronize(self.device)
+            if not self._settled:  # warm-up left blocks that no capture can use
+                torch.cuda.empty_cache()
+                self._settled = True
             free_before, _ = torch.cuda.mem_get_info(self.device)
             graph = torch.cuda.CUDAGraph()
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def _run_and_copy(
                 target.copy_(source)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _out_variant(func: Any) -> tuple[Any, tuple[str, ...], bool] | None:
     """The overload of `func` that writes into given tensors: (overload, names of its out arguments,
     whether it allocates inside, which generated variants do). None if there is none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -27,7 +27,7 @@ class CaptureProbe:
     detail: str
 
 
-@lru_cache(maxsize=None)
+@cache
 def probe_capture(device: torch.device) -> CaptureProbe:
     """Try a one-kernel capture on `device`; once per process and device."""
     if device.type != "cuda":

@@ -1,0 +1,482 @@
+"""CaptureManager: records a step for every bucket of a ladder and serves batches from the recordings.
+
+Knows no model: it captures any callable over static inputs. Its life is
+*new → warmed → frozen → recorded*; `close()` ends it at any point.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from graphcap.buckets import BucketLadder
+from graphcap.checks import Fingerprint
+from graphcap.errors import (
+    CaptureError,
+    FallbackError,
+    GraphcapError,
+    InputError,
+    LadderError,
+    StateError,
+)
+from graphcap.inputs import NUM_ROWS, StaticInputs
+from graphcap.operations import current_observer
+from graphcap.pool import BufferPool
+from graphcap.recorders.base import BoundStep, Recorder, Recording, garbage_collection_held
+from graphcap.recorders.select import select_recorder
+from graphcap.recorders.source import raising_line
+from graphcap.report import BucketReport, BucketStats, CaptureReport, ManagerStats
+from graphcap.settings import Settings
+from graphcap.verify import Example, Verifier
+
+logger = logging.getLogger(__name__)
+
+Step = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""All that a model owes. Gets the slots (bucket rows each) and ``num_rows``; may write into slots in
+place; returns tensors whose first dimension is the batch."""
+
+Progress = Callable[[int, int, str], None]
+"""Called with (done, of how many, what comes next) while capture() works."""
+
+_REMEDIES = {
+    "above_max_batch": "raise max_batch (and the ladder), or limit the batch to it",
+    "not_recorded": "see the WARNING of capture() and stats().failures for why",
+    "verification": "see the WARNING of capture() and stats().failures for what differed",
+}
+
+
+class CaptureManager:
+    """Owns the recordings of one step.
+
+    Args:
+        step: the step. Anything it reads besides its slots must stay where it is.
+        inputs: the step's slots; their `max_batch` is the largest batch that is recorded.
+        pool: where the step takes its intermediates; None: a pool of its own.
+        ladder: the buckets; None: what `settings.buckets` says. Its maximum is `inputs.max_batch`.
+        settings: None: read from the environment.
+        example: makes realistic batches for verification; see `Verifier`.
+        state: tensors besides slots that the step changes so that running it twice differs from
+            running it once (a counter, a running mean). They are put back after warm-up and
+            verification. A key-value cache need not be listed: writing a row twice is the same.
+        recorder: None: what `settings.recorder` says, on the device of `inputs`.
+
+    One thread at a time: a call that meets another raises `StateError`. Replays run on the current
+    CUDA stream; outputs last until the next call of run().
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        inputs: StaticInputs,
+        *,
+        pool: BufferPool | None = None,
+        ladder: BucketLadder | None = None,
+        settings: Settings | None = None,
+        example: Example | None = None,
+        state: Sequence[torch.Tensor] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.step = step
+        self.inputs = inputs
+        self.settings = Settings.from_env() if settings is None else settings
+        self.pool = BufferPool(inputs.device) if pool is None else pool
+        self.ladder = ladder or BucketLadder.parse(self.settings.buckets, inputs.max_batch)
+        if self.ladder.max_batch != inputs.max_batch:
+            raise LadderError(
+                f"the ladder ends at {self.ladder.max_batch} and the slots have "
+                f"{inputs.max_batch} rows; both must be the maximum batch: "
+                f"BucketLadder(sizes, max_batch={inputs.max_batch})"
+            )
+        self.recorder = recorder or select_recorder(self.settings.recorder, inputs.device)
+        self._verifier = Verifier(inputs, self.pool, example, state)
+        self._lock = threading.Lock()
+        self._state = "new"
+        self._recordings: dict[int, Recording] = {}
+        self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        self._failures: dict[int, str] = {}
+        self._failure_reasons: dict[int, str] = {}
+        self._fingerprint: Fingerprint | None = None
+        self._report: CaptureReport | None = None
+        self._overflow: dict[str, torch.Tensor] | None = None
+        self._steps = self._rows = self._verified = 0
+        self._replays: Counter[int] = Counter()
+        self._padding: Counter[int] = Counter()
+        self._fallbacks: Counter[str] = Counter()
+
+    # -- capture ---------------------------------------------------------------------------------
+
+    def capture(self, progress: Progress | None = None) -> CaptureReport:
+        """Warm up every bucket, freeze the pool, record from the largest bucket down, verify.
+
+        Slots, `state` and random generators are afterwards as they were before. A bucket that cannot
+        be recorded or verified costs that bucket only: it is in the report, a WARNING is logged, and
+        its batches run eagerly.
+
+        Raises:
+            StateError: recorded already, closed, or called inside a recording.
+            PoolLimitError: the plan is larger than ``GRAPHCAP_POOL_MIB``.
+            CaptureError, VerificationError: a bucket failed and ``GRAPHCAP_STRICT=1``.
+        """
+        with self._alone("capture()"):
+            if self._state in ("recorded", "closed"):
+                raise StateError(
+                    f"capture() was called on a manager that is {self._state}; a manager captures "
+                    f"once: close() it and make a new one"
+                )
+            started = time.perf_counter()
+            notify = progress or (lambda done, total, what: None)
+            try:
+                with garbage_collection_held(), self._verifier.put_back():
+                    buckets = self._capture_all(notify)
+            except BaseException:
+                self._drop_recordings()
+                self._state = "new"
+                raise
+            self._report = self._reported(buckets, time.perf_counter() - started)
+            self._state = "recorded"
+            if self.settings.report is not None:
+                self._report.write(self.settings.report)
+            return self._report
+
+    def _capture_all(self, notify: Progress) -> list[BucketReport]:
+        sizes = sorted(self.ladder, reverse=True)
+        logger.info(
+            "recording %d buckets (%s) with the %s recorder on %s",
+            len(sizes),
+            ", ".join(map(str, sizes)),
+            self.recorder.name,
+            self.inputs.device,
+        )
+        total = 2 * len(sizes) + (len(sizes) if self.settings.verify != "off" else 0)
+        done = 0
+
+        def advance(what: str) -> None:
+            nonlocal done
+            notify(done, total, what)
+            done += 1
+
+        self._failures.clear()
+        for size in sizes:
+            advance(f"warming up bucket {size}")
+            with self._costs_only(size, "not_recorded"):
+                self.inputs.clear()
+                self._check_outputs(self.recorder.warm_up(self._bound(size)), size)
+        self._state = "warmed"
+        if not self.pool.frozen:
+            self.pool.freeze(self.settings.pool_mib)
+        self._state = "frozen"
+
+        reports: dict[int, BucketReport] = {}
+        for size in sizes:
+            advance(f"recording bucket {size}")
+            if size not in self._failures:
+                with self._costs_only(size, "not_recorded"):
+                    reports[size] = self._record(size)
+        pinned = {f"slot arena of {len(self.inputs.slots)} slots": self.inputs.arena}
+        pinned["pool arena"] = self.pool.arena
+        self._fingerprint = Fingerprint(self.step, pinned)
+        if self.settings.verify != "off":
+            for size in sizes:
+                advance(f"verifying bucket {size}")
+                if size in reports:
+                    with self._costs_only(size, "verification"):
+                        reports[size] = self._verify(size, reports[size])
+                    if size in self._failures:
+                        self._recordings.pop(size).close()
+                        del reports[size]
+        notify(total, total, "done")
+        return list(reports.values())
+
+    def _record(self, size: int) -> BucketReport:
+        self.inputs.clear()
+        started = time.perf_counter()
+        recording = self.recorder.record(self._bound(size), size)
+        took = (time.perf_counter() - started) * 1e3
+        try:
+            self._check_outputs(recording.outputs, size)
+        except CaptureError:
+            recording.close()
+            raise
+        self._recordings[size] = recording
+        census = recording.census()
+        return BucketReport(size, census.total, census.allocations, recording.nbytes, took)
+
+    def _verify(self, size: int, report: BucketReport) -> BucketReport:
+        smaller = [bucket for bucket in self.ladder if bucket < size]
+        fewest = (smaller[-1] if smaller else 0) + 1
+        worst = max(
+            self._verifier.check(self._recordings[size], self._bound(size), size, rows)
+            for rows in sorted({fewest, size})
+        )
+        return BucketReport(
+            report.size,
+            report.nodes,
+            report.allocations,
+            report.nbytes,
+            report.capture_ms,
+            worst,
+        )
+
+    def _bound(self, size: int) -> BoundStep:
+        views = self.inputs.views(size)
+
+        def bound() -> Mapping[str, torch.Tensor]:
+            self.inputs.restore_pads()
+            with self.pool.step():
+                return self.step(views)
+
+        return bound
+
+    def _check_outputs(self, outputs: Mapping[str, torch.Tensor], size: int) -> None:
+        if not isinstance(outputs, Mapping) or not outputs:
+            raise CaptureError(
+                f"bucket {size}: a step must return a mapping of output names to tensors, found "
+                f"{type(outputs).__name__} with {len(outputs) if outputs else 0} entries"
+            )
+        for name, tensor in outputs.items():
+            if not isinstance(tensor, torch.Tensor) or tensor.shape[:1] != (size,):
+                found = (
+                    tuple(tensor.shape)
+                    if isinstance(tensor, torch.Tensor)
+                    else type(tensor).__name__
+                )
+                raise CaptureError(
+                    f"bucket {size}: output {name!r} must be a tensor whose first dimension is the "
+                    f"batch ({size} rows), found {found}; return per-row tensors"
+                )
+
+    @contextmanager
+    def _costs_only(self, size: int, reason: str) -> Iterator[None]:
+        """A failure inside costs bucket `size` and nothing else, unless fallbacks are errors."""
+        try:
+            yield
+        except Exception as error:
+            failure: Exception = error
+            if not isinstance(error, GraphcapError):
+                failure = CaptureError(
+                    f"bucket {size}: {type(error).__name__} at {raising_line(error.__traceback__)} "
+                    f"while the step was warmed up: {error}; the step fails without graphcap as well"
+                )
+            self._failures[size] = str(failure)
+            self._failure_reasons[size] = reason
+            logger.warning("bucket %d is not recorded and will run eagerly: %s", size, failure)
+            if self.settings.strict:
+                raise failure from error
+
+    def _reported(self, buckets: list[BucketReport], seconds: float) -> CaptureReport:
+        largest = max(self._recordings, default=None)
+        return CaptureReport(
+            recorder=self.recorder.name,
+            device=_device_name(self.inputs.device),
+            buckets=tuple(sorted(buckets, key=lambda bucket: bucket.size)),
+            failures=dict(self._failures),
+            pool_bytes=self.pool.nbytes,
+            pool_lower_bound_bytes=self.pool.plan.lower_bound,
+            slots_bytes=self.inputs.arena.numel(),
+            seconds=seconds,
+            census=None if largest is None else self._recordings[largest].census(),
+            notes=tuple(self._verifier.notes),
+        )
+
+    # -- run -------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        batch: Mapping[str, torch.Tensor] | None = None,
+        *,
+        rows: int | None = None,
+        agreed_batch: int | None = None,
+    ) -> Mapping[str, torch.Tensor]:
+        """One step of n rows: exactly one launch, after the copies that bring the batch in.
+
+        Args:
+            batch: slot name -> tensor (n, *row_shape). Slots left out keep their contents, so a step
+                that advances its own inputs needs no batch at all.
+            rows: n, where `batch` is empty and n has changed, or to make sure.
+            agreed_batch: the batch that all ranks agreed on (>= n); it chooses the bucket.
+
+        Returns:
+            Output name -> tensor of n rows. Owned by the recording; valid until the next run().
+
+        Raises:
+            InputError: the batch does not match the slots. Nothing was launched.
+            StateError: not recorded, closed, or in use by another thread.
+            StaleRecordingError: something that was recorded has been rebound or moved.
+            FallbackError: no recording serves the batch and ``GRAPHCAP_STRICT=1``.
+        """
+        if current_observer() is not None or not self._lock.acquire(blocking=False):
+            raise self._busy("run()")
+        try:
+            if self._state != "recorded":
+                raise StateError(
+                    f"run() was called on a manager that is {self._state}; "
+                    + ("make a new one" if self._state == "closed" else "call capture() first")
+                )
+            if self._overflow is not None and not batch and rows in (None, len_of(self._overflow)):
+                return self._fall_back(self._overflow, len_of(self._overflow), "above_max_batch")
+            count = self.inputs.check(batch or {}, rows)
+            if agreed_batch is not None and agreed_batch < count:
+                raise InputError(
+                    f"agreed_batch is {agreed_batch} but this rank has {count} rows; "
+                    f"agree on the maximum over all ranks"
+                )
+            size = self.ladder.bucket_for(agreed_batch or count)
+            recording = self._recordings.get(size) if size is not None else None
+            if size is None or recording is None:
+                reason = "above_max_batch" if size is None else self._failure_reasons[size]
+                return self._fall_back(batch or {}, count, reason)
+            assert self._fingerprint is not None
+            self._fingerprint.check()
+            self._overflow = None
+            if batch or count != self.inputs.rows:
+                self.inputs.load(batch or {}, count)
+            self._replays[size] += 1
+            every = self.settings.verify_every
+            if every and sum(self._replays.values()) % every == 0:
+                self._verifier.check_live(recording, self._bound(size), size)
+                self._verified += 1
+            else:
+                recording.replay()
+            self._steps += 1
+            self._rows += count
+            self._padding[size] += size - count
+            views = self._views.get((size, count))
+            if views is None:
+                views = {name: tensor[:count] for name, tensor in recording.outputs.items()}
+                self._views[(size, count)] = views
+            return views
+        finally:
+            self._lock.release()
+
+    def _fall_back(
+        self, batch: Mapping[str, torch.Tensor], count: int, reason: str
+    ) -> Mapping[str, torch.Tensor]:
+        remedy = _REMEDIES[reason]
+        text = (
+            f"a step of {count} rows has no recording ({reason}, maximum {self.ladder.max_batch})"
+        )
+        if self.settings.strict:
+            raise FallbackError(f"{text} and GRAPHCAP_STRICT=1 forbids eager steps; {remedy}")
+        if self._fallbacks[reason] == 0:
+            logger.warning("%s and runs eagerly, from now on without a message; %s", text, remedy)
+        slots = self._above_maximum(batch, count) if count > self.inputs.max_batch else None
+        if slots is None:
+            self._overflow = None
+            self.inputs.load(batch, count)
+            slots = self.inputs.views(count)
+        with torch.no_grad(), self.pool.outside(), self.pool.step():
+            outputs = self.step(slots)
+        self._fallbacks[reason] += 1
+        self._steps += 1
+        self._rows += count
+        return outputs
+
+    def _above_maximum(
+        self, batch: Mapping[str, torch.Tensor], count: int
+    ) -> Mapping[str, torch.Tensor]:
+        """Slots of a batch that does not fit the arena: tensors of their own, kept for the next step."""
+        if batch is not self._overflow:
+            device = self.inputs.device
+            self._overflow = {name: batch[name].to(device, copy=True) for name in self.inputs.slots}
+            self._overflow[NUM_ROWS] = torch.tensor([count], dtype=torch.int32, device=device)
+            self.inputs.rows = 0  # what the slots hold belongs to an earlier batch
+        assert self._overflow is not None
+        return self._overflow
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        return self._state
+
+    @property
+    def report(self) -> CaptureReport:
+        if self._report is None:
+            raise StateError("there is no report before capture()")
+        return self._report
+
+    def recording(self, size: int) -> Recording:
+        """The recording of bucket `size`. Raises `StateError` where there is none."""
+        if size not in self._recordings:
+            raise StateError(
+                f"bucket {size} has no recording; recorded are {sorted(self._recordings)}"
+            )
+        return self._recordings[size]
+
+    def stats(self) -> ManagerStats:
+        return ManagerStats(
+            state=self._state,
+            recorder=self.recorder.name,
+            steps=self._steps,
+            replays=sum(self._replays.values()),
+            fallbacks=dict(self._fallbacks),
+            rows=self._rows,
+            padding_rows=sum(self._padding.values()),
+            input_launches=self.inputs.launches,
+            verified=self._verified,
+            pool_bytes=self.pool.nbytes,
+            graph_bytes=0 if self._report is None else self._report.graph_bytes,
+            capture_seconds=None if self._report is None else self._report.seconds,
+            buckets=tuple(
+                BucketStats(size, self._replays[size], self._padding[size]) for size in self.ladder
+            ),
+            failures=dict(self._failures),
+        )
+
+    def close(self) -> None:
+        """Give back every recording. Idempotent; outputs of earlier runs stay readable."""
+        with self._alone("close()"):
+            if self._state != "closed":
+                self._drop_recordings()
+                self.recorder.close()
+                self._state = "closed"
+
+    def __enter__(self) -> CaptureManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _drop_recordings(self) -> None:
+        for recording in self._recordings.values():
+            recording.close()
+        self._recordings.clear()
+        self._views.clear()
+        self._overflow = None
+        if self._fingerprint is not None:
+            self._fingerprint.close()
+            self._fingerprint = None
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if current_observer() is not None or not self._lock.acquire(blocking=False):
+            raise self._busy(what)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _busy(self, what: str) -> StateError:
+        if current_observer() is not None:
+            return StateError(
+                f"{what} was called inside a step that is being recorded; "
+                f"recordings do not nest: call it outside the step"
+            )
+        return StateError(
+            f"{what} was called while this manager is in use, by another thread or by its own step; "
+            f"a manager serves one call at a time: use one per thread, or a lock"
+        )
+
+
+def len_of(batch: Mapping[str, torch.Tensor]) -> int:
+    return next(int(tensor.shape[0]) for name, tensor in batch.items() if name != NUM_ROWS)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,1 @@
+"""Routed experts whose intermediates lie in the pool."""

@@ -1,0 +1,92 @@
+"""Kernel backends of the routed experts, and which one a step is built with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from graphcap.errors import BackendError
+from graphcap.operations import Operation
+
+
+@dataclass(frozen=True)
+class ExpertKernels:
+    """The operations that `RoutedExperts` is built from; signatures as in `reference`."""
+
+    name: str
+    router_gemm: Operation
+    topk_softmax: Operation
+    align: Operation
+    expert_gemm: Operation
+    silu_and_mul: Operation
+    merge: Operation
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A chosen kernel backend, and why it was chosen."""
+
+    name: str
+    why: str
+
+
+@cache
+def _triton_version() -> str | None:
+    if find_spec("triton") is None:
+        return None
+    return str(import_module("triton").__version__)
+
+
+def choose_backend(wanted: str, device: torch.device) -> Backend:
+    """The backend for ``GRAPHCAP_KERNELS=wanted`` on `device`. Asked once, when a step is built.
+
+    Raises:
+        BackendError: the backend cannot run here; says what is missing and what can be used.
+    """
+    if wanted in ("vllm", "ixformer"):
+        raise BackendError(
+            f"GRAPHCAP_KERNELS={wanted}: this version of graphcap has no {wanted} kernels for its own "
+            f"decode step; use auto, triton or reference"
+        )
+    version = _triton_version()
+    if wanted == "reference":
+        return Backend("reference", "asked for")
+    if wanted == "triton":
+        if version is None:
+            raise BackendError(
+                "GRAPHCAP_KERNELS=triton: Triton cannot be imported; pip install triton, or use auto"
+            )
+        if device.type == "cpu" and not _interpreting():
+            raise BackendError(
+                "GRAPHCAP_KERNELS=triton: Triton kernels do not run on a CPU (but for "
+                "TRITON_INTERPRET=1, which is for tests); use auto or reference"
+            )
+        return Backend("triton", f"asked for (Triton {version})")
+    if device.type != "cuda":
+        return Backend("reference", f"the device is {device.type}, which Triton does not serve")
+    if version is None:
+        return Backend("reference", "Triton cannot be imported")
+    return Backend("triton", f"Triton {version} is there and the device is CUDA")
+
+
+def expert_kernels(backend: Backend) -> ExpertKernels:
+    module = import_module(f"graphcap.moe.kernels.{backend.name}")
+    return ExpertKernels(
+        backend.name,
+        module.router_gemm,
+        module.topk_softmax,
+        module.align,
+        module.expert_gemm,
+        module.silu_and_mul,
+        module.merge,
+    )
+
+
+def _interpreting() -> bool:
+    import os
+
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,0 +1,372 @@
+"""Expert kernels in plain torch: the oracle of the others, and what CPUs run.
+
+Nothing here allocates: temporaries are declared as scratch and come from the pool. On a CUDA device
+nothing synchronises either; on a CPU a kernel may read its index tensors, which are host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from graphcap.operations import BufferSpec, operation
+
+
+def _router_scratch(
+    hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor
+) -> Mapping[str, BufferSpec]:
+    if hidden.dtype == torch.float32:
+        return {}
+    return {"rounded": (tuple(logits.shape), hidden.dtype)}
+
+
+@operation("router GEMM", scratch=_router_scratch)
+def router_gemm(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    logits: torch.Tensor,
+    rounded: torch.Tensor | None = None,
+) -> None:
+    """logits (M, E) float32 = hidden (M, H) @ weight (E, H).T, rounded to the model's dtype first, as
+    transformers' router does."""
+    if rounded is None:
+        torch.mm(hidden, weight.t(), out=logits)
+    else:
+        torch.mm(hidden, weight.t(), out=rounded)
+        logits.copy_(rounded)
+
+
+def _topk_scratch(
+    logits: torch.Tensor,
+    row_ids: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    renormalize: bool,
+) -> Mapping[str, BufferSpec]:
+    rows, top_k = tuple(weights.shape)
+    return {
+        "scores": (tuple(logits.shape), torch.float32),
+        "order": (tuple(logits.shape), torch.int64),
+        "sorted_scores": (tuple(logits.shape), torch.float32),
+        "total": ((rows, 1), torch.float32),
+        "is_pad": ((rows, 1), torch.bool),
+    }
+
+
+@operation("topk_softmax", scratch=_topk_scratch)
+def topk_softmax(
+    logits: torch.Tensor,
+    row_ids: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    renormalize: bool,
+    *,
+    scores: torch.Tensor,
+    order: torch.Tensor,
+    sorted_scores: torch.Tensor,
+    total: torch.Tensor,
+    is_pad: torch.Tensor,
+) -> None:
+    """Softmax over the experts, then the top-k: weights (M, K) float32, ids (M, K) int32.
+
+    Of equal scores the lower expert comes first. Rows with a negative row id (pads) get id -1 and
+    weight 0: they reach no expert.
+    """
+    top_k = weights.shape[1]
+    torch.softmax(logits, -1, out=scores)
+    # A stable sort, because topk leaves the order of equal scores open.
+    torch.sort(scores, stable=True, dim=-1, descending=True, out=(sorted_scores, order))
+    weights.copy_(sorted_scores[:, :top_k])
+    ids.copy_(order[:, :top_k])
+    if renormalize:
+        torch.sum(weights, -1, keepdim=True, out=total)
+        weights.div_(total)
+    torch.lt(row_ids[:, None], 0, out=is_pad)
+    weights.masked_fill_(is_pad, 0.0)
+    ids.masked_fill_(is_pad, -1)
+
+
+def _align_scratch(
+    ids: torch.Tensor,
+    sorted_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    padded_count: torch.Tensor,
+    num_experts: int,
+    block: int,
+) -> Mapping[str, BufferSpec]:
+    if ids.device.type == "cpu":
+        return {}
+    pairs = ids.numel()
+    return {
+        "keys": ((pairs,), torch.int64),
+        "order": ((pairs,), torch.int64),
+        "sorted_keys": ((pairs,), torch.int64),
+        "counts": ((num_experts + 1,), torch.int64),
+        "ends": ((num_experts + 1,), torch.int64),
+        "padded_ends": ((num_experts + 1,), torch.int64),
+        "target": ((pairs,), torch.int64),
+        "shift": ((pairs,), torch.int64),
+        "ones": ((pairs,), torch.int64),
+        "positions": ((max(pairs, sorted_ids.numel()),), torch.int64),
+        "landing": ((sorted_ids.numel() + 1,), torch.int32),
+        "values": ((pairs,), torch.int32),
+        "block_starts": ((expert_ids.numel(),), torch.int64),
+        "block_experts": ((expert_ids.numel(),), torch.int64),
+        "unused": ((expert_ids.numel(),), torch.bool),
+        "dropped": ((pairs,), torch.bool),
+    }
+
+
+@operation("moe_align_block_size", scratch=_align_scratch)
+def align(
+    ids: torch.Tensor,
+    sorted_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    padded_count: torch.Tensor,
+    num_experts: int,
+    block: int,
+    **scratch: torch.Tensor,
+) -> None:
+    """Group the M*K (token, expert) pairs by expert, each group padded to whole blocks.
+
+    sorted_ids: flat pair indices in ascending expert, then ascending pair; M*K where padded.
+    expert_ids: the expert of each block, -1 where unused. padded_count: used entries of sorted_ids.
+    Pairs with a negative id are dropped.
+    """
+    if ids.device.type == "cpu":
+        _align_on_host(ids, sorted_ids, expert_ids, padded_count, block)
+    else:
+        _align_on_device(ids, sorted_ids, expert_ids, padded_count, num_experts, block, **scratch)
+
+
+def _align_on_host(
+    ids: torch.Tensor,
+    sorted_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    padded_count: torch.Tensor,
+    block: int,
+) -> None:
+    chosen = ids.flatten().tolist()
+    groups: dict[int, list[int]] = {}
+    for pair, expert in enumerate(chosen):
+        if expert >= 0:
+            groups.setdefault(expert, []).append(pair)
+    sorted_view, expert_view = sorted_ids.numpy(), expert_ids.numpy()
+    sorted_view.fill(len(chosen))
+    expert_view.fill(-1)
+    used = 0
+    for expert in sorted(groups):
+        group = groups[expert]
+        sorted_view[used : used + len(group)] = group
+        blocks = -(-len(group) // block)
+        expert_view[used // block : used // block + blocks] = expert
+        used += blocks * block
+    padded_count.fill_(used)
+
+
+def _align_on_device(
+    ids: torch.Tensor,
+    sorted_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    padded_count: torch.Tensor,
+    num_experts: int,
+    block: int,
+    *,
+    keys: torch.Tensor,
+    order: torch.Tensor,
+    sorted_keys: torch.Tensor,
+    counts: torch.Tensor,
+    ends: torch.Tensor,
+    padded_ends: torch.Tensor,
+    target: torch.Tensor,
+    shift: torch.Tensor,
+    ones: torch.Tensor,
+    positions: torch.Tensor,
+    landing: torch.Tensor,
+    values: torch.Tensor,
+    block_starts: torch.Tensor,
+    block_experts: torch.Tensor,
+    unused: torch.Tensor,
+    dropped: torch.Tensor,
+) -> None:
+    pairs = ids.numel()
+    keys.copy_(ids.view(-1))
+    torch.lt(keys, 0, out=dropped)
+    keys.masked_fill_(dropped, num_experts)  # dropped pairs sort behind every expert
+    torch.sort(keys, stable=True, out=(sorted_keys, order))
+    counts.zero_()
+    ones.fill_(1)
+    counts.index_add_(0, keys, ones)
+    torch.cumsum(counts, 0, out=ends)
+    counts[num_experts:].zero_()
+    # padded_ends: cumulative sum of the counts rounded up to whole blocks.
+    torch.add(counts, block - 1, out=padded_ends)
+    padded_ends.div_(block, rounding_mode="floor").mul_(block)
+    torch.cumsum(padded_ends, 0, out=padded_ends)
+    padded_count.copy_(padded_ends[num_experts - 1 : num_experts])
+    # Where each sorted pair lands: its rank, moved by the padding of the groups before its own.
+    torch.sub(padded_ends, ends, out=counts)  # padding up to and including each group
+    torch.sub(sorted_keys, 1, out=keys)
+    keys.clamp_(min=0)
+    torch.index_select(counts, 0, keys, out=shift)
+    torch.eq(sorted_keys, 0, out=dropped)
+    shift.masked_fill_(dropped, 0)
+    torch.arange(pairs, out=positions[:pairs])
+    torch.add(positions[:pairs], shift, out=target)
+    torch.eq(sorted_keys, num_experts, out=dropped)
+    target.masked_fill_(dropped, sorted_ids.numel())  # dropped pairs land behind the end
+    landing.fill_(pairs)
+    values.copy_(order)
+    landing.index_copy_(0, target, values)
+    sorted_ids.copy_(landing[:-1])
+    # A block belongs to the first expert whose padded end lies beyond the block's start.
+    torch.arange(0, expert_ids.numel() * block, block, out=block_starts)
+    torch.searchsorted(padded_ends[:num_experts], block_starts, right=True, out=block_experts)
+    torch.ge(block_starts, padded_ends[num_experts - 1 : num_experts], out=unused)
+    block_experts.masked_fill_(unused, -1)
+    expert_ids.copy_(block_experts)
+
+
+def _gemm_scratch(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    sorted_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    padded_count: torch.Tensor,
+    out: torch.Tensor,
+    pairs_per_row: int,
+    block: int,
+) -> Mapping[str, BufferSpec]:
+    _, width, depth = tuple(weight.shape)
+    specs: dict[str, BufferSpec] = {
+        "rows": ((block, depth), a.dtype),
+        "results": ((block, width), a.dtype),
+        "pairs": ((sorted_ids.numel(),), torch.int64),
+        "row_of_pair": ((sorted_ids.numel(),), torch.int64),
+    }
+    if a.device.type != "cpu":
+        specs["one_weight"] = ((1, width, depth), a.dtype)
+        specs["experts"] = ((expert_ids.numel(),), torch.int64)
+        specs["landing"] = ((out.shape[0] + 1, width), a.dtype)
+    return specs
+
+
+@operation("fused_moe", scratch=_gemm_scratch)
+def expert_gemm(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    sorted_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    padded_count: torch.Tensor,
+    out: torch.Tensor,
+    pairs_per_row: int,
+    block: int,
+    **scratch: torch.Tensor,
+) -> None:
+    """out[p] (M*K, N) = a[p // pairs_per_row] @ weight[expert of p] (N, C).T for every sorted pair p.
+
+    Rows of `out` whose pair was dropped are undefined.
+    """
+    pairs, row_of_pair = scratch["pairs"], scratch["row_of_pair"]
+    pairs.copy_(sorted_ids)
+    torch.div(pairs, pairs_per_row, rounding_mode="floor", out=row_of_pair)
+    if a.device.type == "cpu":
+        _gemm_on_host(a, weight, expert_ids, padded_count, out, block, pairs, row_of_pair, scratch)
+    else:
+        _gemm_on_device(a, weight, expert_ids, out, block, pairs, row_of_pair, scratch)
+
+
+def _gemm_on_host(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    expert_ids: torch.Tensor,
+    padded_count: torch.Tensor,
+    out: torch.Tensor,
+    block: int,
+    pairs: torch.Tensor,
+    row_of_pair: torch.Tensor,
+    scratch: Mapping[str, torch.Tensor],
+) -> None:
+    rows, results = scratch["rows"], scratch["results"]
+    used = int(padded_count)
+    listed, row_list = pairs[:used].tolist(), row_of_pair[:used].tolist()
+    end = out.shape[0]
+    for index, expert in enumerate(expert_ids[: used // block].tolist()):
+        start = index * block
+        real = 1
+        while real < block and listed[start + real] < end:
+            real += 1
+        matrix = weight[expert].t()
+        if real == 1:
+            pair, row = listed[start], row_list[start]
+            torch.mm(a[row : row + 1], matrix, out=out[pair : pair + 1])
+            continue
+        torch.index_select(a, 0, row_of_pair[start : start + real], out=rows[:real])
+        torch.mm(rows[:real], matrix, out=results[:real])
+        out.index_copy_(0, pairs[start : start + real], results[:real])
+
+
+def _gemm_on_device(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    expert_ids: torch.Tensor,
+    out: torch.Tensor,
+    block: int,
+    pairs: torch.Tensor,
+    row_of_pair: torch.Tensor,
+    scratch: Mapping[str, torch.Tensor],
+) -> None:
+    rows, results, one_weight = scratch["rows"], scratch["results"], scratch["one_weight"]
+    experts, landing = scratch["experts"], scratch["landing"]
+    experts.copy_(expert_ids)
+    experts.clamp_(min=0)
+    row_of_pair.clamp_(max=a.shape[0] - 1)  # padding reads some row and lands behind the end
+    for index in range(min(expert_ids.numel(), out.shape[0])):
+        span = slice(index * block, (index + 1) * block)
+        torch.index_select(weight, 0, experts[index : index + 1], out=one_weight)
+        torch.index_select(a, 0, row_of_pair[span], out=rows)
+        torch.mm(rows, one_weight[0].t(), out=results)
+        landing.index_copy_(0, pairs[span], results)
+    out.copy_(landing[:-1])
+
+
+def _silu_scratch(gate_up: torch.Tensor, out: torch.Tensor) -> Mapping[str, BufferSpec]:
+    return {"gated": (tuple(out.shape), out.dtype)}
+
+
+@operation("silu_and_mul", scratch=_silu_scratch)
+def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor, *, gated: torch.Tensor) -> None:
+    """out (R, I) = silu(gate_up[:, :I]) * gate_up[:, I:]."""
+    half = out.shape[-1]
+    torch.ops.aten.silu.out(gate_up[:, :half], out=gated)
+    torch.mul(gated, gate_up[:, half:], out=out)
+
+
+def _merge_scratch(
+    pairs: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor
+) -> Mapping[str, BufferSpec]:
+    return {
+        "wide": (tuple(pairs.shape), torch.float32),
+        "dropped": ((*weights.shape, 1), torch.bool),
+        "total": (tuple(out.shape), torch.float32),
+    }
+
+
+@operation("merge", scratch=_merge_scratch)
+def merge(
+    pairs: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    wide: torch.Tensor,
+    dropped: torch.Tensor,
+    total: torch.Tensor,
+) -> None:
+    """out (M, H) = sum over k of weights[m, k] * pairs[m, k], in float32, over real pairs only."""
+    torch.lt(ids[:, :, None], 0, out=dropped)
+    torch.mul(pairs, weights[:, :, None], out=wide)
+    wide.masked_fill_(dropped, 0.0)  # nobody wrote the rows of dropped pairs
+    torch.sum(wide, 1, out=total)
+    out.copy_(total)

@@ -1,0 +1,149 @@
+"""Verification: a replay on other inputs than the recorded ones, pads poisoned, against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphcap.checks import compare
+from graphcap.inputs import StaticInputs
+from graphcap.pool import BufferPool
+from graphcap.recorders.base import BoundStep, Recording
+
+Example = Callable[[int, torch.Generator], Mapping[str, torch.Tensor]]
+"""Given a number of rows and a seeded CPU generator: a realistic batch with every slot."""
+
+
+class Verifier:
+    """Holds replays against the eager step.
+
+    Args:
+        inputs, pool: of the step; the bound step of each bucket is handed to `check`.
+        example: makes realistic batches. Without it floating-point slots are drawn from N(0, 1),
+            booleans at random, and integer slots, whose valid range is not known, keep their pad
+            value; `notes` says so.
+        state: tensors that the step changes and that running twice would change twice.
+    """
+
+    def __init__(
+        self,
+        inputs: StaticInputs,
+        pool: BufferPool,
+        example: Example | None,
+        state: Sequence[torch.Tensor],
+    ) -> None:
+        self._inputs = inputs
+        self._pool = pool
+        self._example = example
+        self._state = tuple(state)
+        self._generator = torch.Generator().manual_seed(20240917)
+        self.notes: list[str] = []
+        unvaried = [n for n, s in inputs.slots.items() if _is_integer(s.dtype)]
+        if example is None and unvaried:
+            self.notes.append(
+                f"verified with integer slots at their pad values ({', '.join(unvaried)}); "
+                f"give CaptureManager an example to vary them"
+            )
+
+    def check(self, recording: Recording, eager: BoundStep, size: int, rows: int) -> float:
+        """Replay `size` with `rows` real rows of a fresh batch and compare with `eager`.
+
+        Before the replay, pads, pool and outputs are filled with NaN: nothing may depend on them.
+
+        Returns:
+            The largest relative difference.
+
+        Raises:
+            VerificationError: names output and row.
+        """
+        batch = self._draw(rows)
+        self._inputs.load(batch, self._inputs.check(batch, rows))
+        self._inputs.poison_pads(rows)
+        for output in recording.outputs.values():
+            _poison(output)
+        self._pool.poison()
+        # Outputs and pads may be slots, or views of them: what counts is the batch as drawn.
+        self._inputs.load(batch, rows)
+        return self._compare(recording, eager, size)
+
+    def check_live(self, recording: Recording, eager: BoundStep, size: int) -> float:
+        """Replay on what the slots hold now and compare with `eager`; keeps what the replay did."""
+        return self._compare(recording, eager, size)
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Slots, state and random generators are afterwards as they were."""
+        saved = self._save()
+        try:
+            yield
+        finally:
+            self._restore(saved)
+
+    def _compare(self, recording: Recording, eager: BoundStep, size: int) -> float:
+        rows = self._inputs.rows
+        before = self._save()
+        recording.replay()
+        replayed = {name: t[:rows].clone() for name, t in recording.outputs.items()}
+        slots = {f"slot {n}": t[:rows].clone() for n, t in self._slots(size).items()}
+        after = self._save()
+        try:
+            self._restore(before)
+            with torch.no_grad(), self._pool.outside():
+                outputs = {name: tensor[:rows] for name, tensor in eager().items()}
+            outputs |= {f"slot {n}": t[:rows] for n, t in self._slots(size).items()}
+            return compare(replayed | slots, outputs, f"bucket {size} with {rows} rows")
+        finally:
+            self._restore(after)
+            for name, tensor in replayed.items():
+                recording.outputs[name][:rows].copy_(tensor)
+
+    def _slots(self, size: int) -> dict[str, torch.Tensor]:
+        return {name: self._inputs[name][:size] for name in self._inputs.slots}
+
+    def _draw(self, rows: int) -> Mapping[str, torch.Tensor]:
+        if self._example is not None:
+            return self._example(rows, self._generator)
+        batch: dict[str, torch.Tensor] = {}
+        for name, slot in self._inputs.slots.items():
+            shape = (rows, *slot.row_shape)
+            if slot.dtype == torch.bool:
+                batch[name] = torch.rand(shape, generator=self._generator) < 0.5
+            elif _is_integer(slot.dtype):
+                batch[name] = torch.full(shape, slot.pad.value, dtype=slot.dtype)
+            else:
+                batch[name] = torch.randn(shape, generator=self._generator).to(slot.dtype)
+        return batch
+
+    def _save(self) -> tuple[Any, ...]:
+        device = self._inputs.device
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return (
+            self._inputs.snapshot(),
+            [tensor.clone() for tensor in self._state],
+            torch.get_rng_state(),
+            on_device,
+        )
+
+    def _restore(self, saved: tuple[Any, ...]) -> None:
+        slots, state, on_host, on_device = saved
+        self._inputs.restore(slots)
+        with torch.no_grad():
+            for tensor, value in zip(self._state, state, strict=True):
+                tensor.copy_(value)
+        torch.set_rng_state(on_host)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, self._inputs.device)
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    else:
+        tensor.fill_(-1 if tensor.dtype.is_signed else 1)
