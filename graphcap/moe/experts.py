@@ -72,7 +72,8 @@ class RoutedExperts:
         Args:
             hidden: (M, H), model dtype.
             row_ids: (M,) int64; a row with a negative value is padding and reaches no expert.
-            out: (M, H), model dtype; may not overlap `hidden`.
+            out: (M, H), model dtype; may be `hidden`, which is read for the last time before `out` is
+                written.
         """
         pool, kernels = self._pool, self._kernels
         tokens, top_k = hidden.shape[0], self.top_k

@@ -44,7 +44,7 @@ def _topk_scratch(
     ids: torch.Tensor,
     renormalize: bool,
 ) -> Mapping[str, BufferSpec]:
-    rows, top_k = tuple(weights.shape)
+    rows = weights.shape[0]
     return {
         "scores": (tuple(logits.shape), torch.float32),
         "order": (tuple(logits.shape), torch.int64),
@@ -95,7 +95,7 @@ def _align_scratch(
     num_experts: int,
     block: int,
 ) -> Mapping[str, BufferSpec]:
-    if ids.device.type == "cpu":
+    if ids.device.type != "cuda":
         return {}
     pairs = ids.numel()
     return {
@@ -245,7 +245,7 @@ def _gemm_scratch(
         "pairs": ((sorted_ids.numel(),), torch.int64),
         "row_of_pair": ((sorted_ids.numel(),), torch.int64),
     }
-    if a.device.type != "cpu":
+    if a.device.type == "cuda":
         specs["one_weight"] = ((1, width, depth), a.dtype)
         specs["experts"] = ((expert_ids.numel(),), torch.int64)
         specs["landing"] = ((out.shape[0] + 1, width), a.dtype)
@@ -366,7 +366,8 @@ def merge(
 ) -> None:
     """out (M, H) = sum over k of weights[m, k] * pairs[m, k], in float32, over real pairs only."""
     torch.lt(ids[:, :, None], 0, out=dropped)
-    torch.mul(pairs, weights[:, :, None], out=wide)
+    wide.copy_(pairs)
+    wide.mul_(weights[:, :, None])
     wide.masked_fill_(dropped, 0.0)  # nobody wrote the rows of dropped pairs
     torch.sum(wide, 1, out=total)
     out.copy_(total)

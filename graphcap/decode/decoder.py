@@ -1,0 +1,259 @@
+"""Decoder: greedy decoding of a batch of prompts, by replay or eagerly, over one set of weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphcap.buckets import BucketLadder
+from graphcap.decode.cache import PagedCache
+from graphcap.decode.kernels import DecodeKernels
+from graphcap.decode.step import DecodeStep, decode_slots
+from graphcap.decode.weights import ModelWeights
+from graphcap.errors import InputError
+from graphcap.inputs import NUM_ROWS, StaticInputs
+from graphcap.manager import CaptureManager
+from graphcap.pool import BufferPool
+from graphcap.settings import Settings
+from graphcap.verify import Example
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What was decoded, in the order of the prompts.
+
+    Attributes:
+        token_ids: for each prompt the tokens that follow it.
+        seconds_per_token: of the tokens after the first, device work included; None for one token.
+    """
+
+    token_ids: list[list[int]]
+    seconds_per_token: float | None
+
+
+class Prompts:
+    """Prompts laid into a cache, longest first, and the batches that bring them in.
+
+    Prompts enter token by token through the decode step itself, aligned at their ends: a shorter
+    one joins the batch later, and the last batch gives every prompt its first new token.
+
+    Raises:
+        InputError: no prompt, an empty one, a token outside the vocabulary, or no room in the cache.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], tokens: int, cache: PagedCache, vocab_size: int
+    ) -> None:
+        if not prompts or not all(prompts):
+            raise InputError("decoding needs at least one prompt, each of at least one token id")
+        for prompt in prompts:
+            for token in prompt:
+                if not 0 <= token < vocab_size:
+                    raise InputError(
+                        f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})"
+                    )
+        self._order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        self._prompts = [list(prompts[i]) for i in self._order]
+        self._cache = cache
+        tables: list[torch.Tensor] = []
+        try:
+            for prompt in self._prompts:
+                # The last token sampled is never written, but the step makes room for it.
+                tables.append(cache.allocate(len(prompt) + tokens))
+        except InputError:
+            for table in tables:
+                cache.free(table)
+            raise
+        self.tables = torch.stack(tables)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def batches(self) -> Iterator[Batch]:
+        longest = len(self._prompts[0])
+        for time_step in range(longest):
+            rows = [
+                (prompt, time_step - (longest - len(prompt)))
+                for prompt in self._prompts
+                if time_step >= longest - len(prompt)
+            ]
+            yield self._batch(rows)
+
+    def _batch(self, rows: list[tuple[list[int], int]]) -> Batch:
+        count = len(rows)
+        positions = torch.tensor([position for _, position in rows])
+        size = self._cache.block_size
+        tables = self.tables[:count]
+        blocks = tables.gather(1, (positions // size)[:, None])[:, 0].long()
+        return {
+            "token_ids": torch.tensor([p[at] for p, at in rows], dtype=torch.int32),
+            "positions": positions,
+            "seq_lens": (positions + 1).int(),
+            "slot_mapping": blocks * size + positions % size,
+            "block_tables": tables,
+        }
+
+    def in_order(self, steps: Sequence[torch.Tensor]) -> list[list[int]]:
+        """Sampled tokens, step by step in batch order -> prompt by prompt in the caller's order."""
+        by_row = torch.stack(list(steps), 1).tolist()
+        result: list[list[int]] = [[] for _ in by_row]
+        for row, original in enumerate(self._order):
+            result[original] = by_row[row]
+        return result
+
+    def close(self) -> None:
+        for table in self.tables:
+            self._cache.free(table)
+
+
+class EagerDecoder:
+    """Decodes by running the step's Python for every token, one allocation per intermediate.
+
+    This is the lean eager baseline: nothing of an engine around it, the same kernels as the replay.
+    """
+
+    def __init__(self, weights: ModelWeights, cache: PagedCache, kernels: DecodeKernels) -> None:
+        self.pool = BufferPool(weights.device)
+        self.step = DecodeStep(weights, cache, kernels, self.pool)
+        self.cache = cache
+        self.slots: dict[str, torch.Tensor] = {}
+
+    def load(self, batch: Batch) -> None:
+        device = self.step.weights.device
+        self.slots = {name: tensor.to(device, copy=True) for name, tensor in batch.items()}
+        rows = batch["token_ids"].shape[0]
+        self.slots[NUM_ROWS] = torch.tensor([rows], dtype=torch.int32, device=device)
+
+    def run(self) -> Mapping[str, torch.Tensor]:
+        """One step on the slots as they are; advances them."""
+        with torch.no_grad(), self.pool.outside():
+            return self.step(self.slots)
+
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> Decoded:
+        laid = Prompts(prompts, tokens, self.cache, self.step.weights.shape.vocab_size)
+        try:
+            for batch in laid.batches():
+                self.load(batch)
+                first = self.run()["token_ids"]
+            return _follow(laid, first, tokens, lambda: self.run()["token_ids"])
+        finally:
+            laid.close()
+
+
+class Decoder:
+    """Decodes by replay: one launch a token.
+
+    Owns a cache, the slots, the pool and a `CaptureManager`; the weights are shared. Call `capture`
+    before `decode`.
+
+    Args:
+        weights: the model.
+        kernels: the kernel backend.
+        max_batch: sequences of the largest batch.
+        max_context: tokens of the longest sequence, prompt and new tokens together.
+        ladder: None: what `settings.buckets` says.
+        settings: None: read from the environment.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        kernels: DecodeKernels,
+        *,
+        max_batch: int,
+        max_context: int,
+        block_size: int = 16,
+        ladder: BucketLadder | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        self.weights = weights
+        self.cache = PagedCache(
+            weights.shape,
+            num_sequences=max_batch,
+            max_context=max_context,
+            block_size=block_size,
+            device=weights.device,
+            dtype=weights.dtype,
+        )
+        self.pool = BufferPool(weights.device)
+        self.step = DecodeStep(weights, self.cache, kernels, self.pool)
+        self.inputs = StaticInputs(
+            max_batch, decode_slots(self.cache.blocks_per_sequence), weights.device
+        )
+        self.manager = CaptureManager(
+            self.step,
+            self.inputs,
+            pool=self.pool,
+            ladder=ladder,
+            settings=settings,
+            example=example_batches(self.cache, weights.shape.vocab_size),
+        )
+
+    def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> Decoded:
+        """Greedy decoding.
+
+        Raises:
+            InputError: a prompt is empty, outside the vocabulary or too long for the cache.
+        """
+        laid = Prompts(prompts, tokens, self.cache, self.weights.shape.vocab_size)
+        try:
+            for batch in laid.batches():
+                first = self.manager.run(batch)["token_ids"]
+            return _follow(laid, first, tokens, lambda: self.manager.run()["token_ids"])
+        finally:
+            laid.close()
+
+    def close(self) -> None:
+        self.manager.close()
+
+
+def example_batches(cache: PagedCache, vocab_size: int) -> Example:
+    """Batches of sequences of any length, each with blocks of its own, for verification."""
+
+    def example(rows: int, generator: torch.Generator) -> Batch:
+        size = cache.block_size
+        blocks = torch.randperm(cache.num_blocks - 1, generator=generator)[
+            : rows * cache.blocks_per_sequence
+        ]
+        tables = (blocks + 1).view(rows, -1).int()
+        positions = torch.randint(cache.max_context, (rows,), generator=generator)
+        own = tables.gather(1, (positions // size)[:, None])[:, 0].long()
+        return {
+            "token_ids": torch.randint(vocab_size, (rows,), generator=generator).int(),
+            "positions": positions,
+            "seq_lens": (positions + 1).int(),
+            "slot_mapping": own * size + positions % size,
+            "block_tables": tables,
+        }
+
+    return example
+
+
+def _follow(
+    laid: Prompts,
+    first: torch.Tensor,
+    tokens: int,
+    advance: object,
+) -> Decoded:
+    assert callable(advance)
+    sampled = torch.empty(tokens, len(laid), dtype=torch.int32, device=first.device)
+    sampled[0].copy_(first)
+    _wait(first.device)
+    started = time.perf_counter()
+    for index in range(1, tokens):
+        sampled[index].copy_(advance())
+    _wait(first.device)
+    elapsed = time.perf_counter() - started
+    return Decoded(
+        laid.in_order(list(sampled.cpu())), elapsed / (tokens - 1) if tokens > 1 else None
+    )
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

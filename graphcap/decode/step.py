@@ -1,0 +1,193 @@
+"""DecodeStep: one new token for each sequence, from embedding to sampled token, for Qwen3-MoE.
+
+The step also writes the slots of the next token (token id, position, cache slot, length), so that
+consecutive tokens need nothing from the host but one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from graphcap.decode.cache import PagedCache
+from graphcap.decode.kernels import DecodeKernels
+from graphcap.decode.weights import DenseWeights, ExpertWeights, LayerWeights, ModelWeights
+from graphcap.inputs import PadPolicy, Slot
+from graphcap.moe.experts import RoutedExperts
+from graphcap.pool import BufferPool
+
+
+def decode_slots(blocks_per_sequence: int) -> dict[str, Slot]:
+    """The slots of a decode step.
+
+    A padding row has token 0 at position 0 of a sequence of length 1 whose only block is the null
+    block (an attention over no token would divide 0 by 0), and the cache slot -1: it writes nothing
+    to the cache and reaches no expert.
+    """
+    return {
+        "token_ids": Slot((), torch.int32, PadPolicy.ZERO),
+        "positions": Slot((), torch.int64, PadPolicy.ZERO),
+        "seq_lens": Slot((), torch.int32, PadPolicy.ONE),
+        "slot_mapping": Slot((), torch.int64, PadPolicy.fill(-1)),
+        "block_tables": Slot((blocks_per_sequence,), torch.int32, PadPolicy.ZERO),
+    }
+
+
+class DecodeStep:
+    """A step over the slots of `decode_slots`.
+
+    Returns ``token_ids`` (M,) int32, the greedily sampled tokens, and ``logits`` (M, V) in the
+    model's dtype. Both lie in the pool.
+
+    Args:
+        weights: the model; shared, not owned.
+        cache: keys and values; shared, not owned. Writing a token twice is the same as once.
+        kernels: the kernel backend.
+        pool: where every intermediate comes from.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        cache: PagedCache,
+        kernels: DecodeKernels,
+        pool: BufferPool,
+    ) -> None:
+        shape = weights.shape
+        self.weights = weights
+        self.cache = cache
+        self.cos_sin = rotary_table(
+            shape.head_dim,
+            shape.rope_theta,
+            cache.max_context + 1,  # a sequence that just filled its blocks stands one beyond
+            device=weights.device,
+            dtype=weights.dtype,
+        )
+        self._kernels = kernels
+        self._pool = pool
+        self._scale = shape.head_dim**-0.5
+        self._experts = [
+            RoutedExperts(
+                kernels.experts,
+                pool,
+                layer.mlp.router,
+                layer.mlp.gate_up,
+                layer.mlp.down,
+                top_k=shape.top_k,
+                renormalize=shape.norm_topk_prob,
+            )
+            if isinstance(layer.mlp, ExpertWeights)
+            else None
+            for layer in weights.layers
+        ]
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        pool, kernels, weights, shape = self._pool, self._kernels, self.weights, self.weights.shape
+        token_ids = inputs["token_ids"]
+        rows = token_ids.shape[0]
+        eps = shape.rms_norm_eps
+        with pool.step():
+            hidden = pool.take("hidden", (rows, shape.hidden_size), weights.dtype)
+            residual = pool.take("residual", (rows, shape.hidden_size), weights.dtype)
+            pool.run(kernels.embedding, token_ids, weights.embedding, residual)
+            first = weights.layers[0].input_norm
+            pool.run(kernels.rms_norm, residual, first, hidden, eps)
+            for index, layer in enumerate(weights.layers):
+                self._attention(index, layer, hidden, inputs)
+                pool.run(kernels.fused_add_rms_norm, hidden, residual, layer.post_norm, eps)
+                self._mlp(index, layer, hidden, inputs["slot_mapping"])
+                last = index + 1 == len(weights.layers)
+                norm = weights.final_norm if last else weights.layers[index + 1].input_norm
+                pool.run(kernels.fused_add_rms_norm, hidden, residual, norm, eps)
+            pool.release("residual")
+            logits = pool.take("logits", (rows, shape.vocab_size), weights.dtype)
+            pool.run(kernels.linear, hidden, weights.lm_head, None, logits)
+            sampled = pool.take("sampled_token_ids", (rows,), torch.int32)
+            pool.run(kernels.argmax, logits, sampled)
+            pool.run(
+                kernels.advance,
+                sampled,
+                token_ids,
+                inputs["positions"],
+                inputs["seq_lens"],
+                inputs["slot_mapping"],
+                inputs["block_tables"],
+                self.cache.block_size,
+            )
+        return {"token_ids": sampled, "logits": logits}
+
+    def _attention(
+        self,
+        index: int,
+        layer: LayerWeights,
+        hidden: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        """hidden (M, H), normed -> what attention adds to the residual."""
+        pool, kernels, shape = self._pool, self._kernels, self.weights.shape
+        rows, dim = hidden.shape[0], shape.head_dim
+        heads, kv_heads = shape.num_heads, shape.num_kv_heads
+        keys, values = self.cache.keys[index], self.cache.values[index]
+
+        width = (heads + 2 * kv_heads) * dim
+        qkv = pool.take("qkv", (rows, width), hidden.dtype)
+        pool.run(kernels.linear, hidden, layer.qkv, layer.qkv_bias, qkv)
+        q, k, v = qkv.view(rows, -1, dim).split((heads, kv_heads, kv_heads), 1)
+        pool.run(kernels.rms_norm, q, layer.q_norm, q, shape.rms_norm_eps)
+        pool.run(kernels.rms_norm, k, layer.k_norm, k, shape.rms_norm_eps)
+        pool.run(kernels.rotary_embedding, inputs["positions"], q, k, self.cos_sin)
+        pool.run(kernels.cache_write, k, v, keys, values, inputs["slot_mapping"])
+        attended = pool.take("attended", (rows, heads, dim), hidden.dtype)
+        pool.run(
+            kernels.attention,
+            q,
+            keys,
+            values,
+            inputs["block_tables"],
+            inputs["seq_lens"],
+            attended,
+            self._scale,
+        )
+        pool.release("qkv")
+        pool.run(kernels.linear, attended.view(rows, -1), layer.output, layer.output_bias, hidden)
+        pool.release("attended")
+
+    def _mlp(
+        self, index: int, layer: LayerWeights, hidden: torch.Tensor, row_ids: torch.Tensor
+    ) -> None:
+        """hidden (M, H), normed -> what the MLP adds to the residual."""
+        pool, kernels = self._pool, self._kernels
+        experts = self._experts[index]
+        if experts is not None:
+            experts(hidden, row_ids, out=hidden)
+            return
+        dense = layer.mlp
+        assert isinstance(dense, DenseWeights)
+        rows, inner = hidden.shape[0], dense.down.shape[1]
+        gate_up = pool.take("gate_up", (rows, 2 * inner), hidden.dtype)
+        pool.run(kernels.linear, hidden, dense.gate_up, None, gate_up)
+        gated = pool.take("gated", (rows, inner), hidden.dtype)
+        pool.run(kernels.experts.silu_and_mul, gate_up, gated)
+        pool.release("gate_up")
+        pool.run(kernels.linear, gated, dense.down, None, hidden)
+        pool.release("gated")
+
+
+def rotary_table(
+    dim: int,
+    theta: float,
+    positions: int,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Cosines and sines of RoPE (https://arxiv.org/abs/2104.09864): (positions, dim), cosines first.
+
+    Computed in float32 and rounded to the model's dtype, as transformers does.
+    """
+    if torch.device(device).type == "meta":
+        return torch.empty(positions, dim, device=device, dtype=dtype)
+    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], 1).to(device=device, dtype=dtype)
