@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from graphcap.moe.kernels.constants import constant
 from graphcap.operations import BufferSpec, operation
 
 
@@ -50,8 +51,10 @@ def _normalise(
 ) -> None:
     wide.copy_(x)
     torch.mul(wide, wide, out=square)
-    torch.mean(square, -1, keepdim=True, out=scale)
-    scale.add_(eps).rsqrt_()
+    torch.sum(square, -1, keepdim=True, out=scale)
+    width = constant(x.shape[-1], x.device, torch.float32)
+    torch.addcdiv(constant(eps, x.device, torch.float32), scale, width, out=scale)
+    scale.rsqrt_()
     wide.mul_(scale)
     out.copy_(wide)  # rounds to the model's dtype before the weight is applied
     out.mul_(weight)
@@ -152,7 +155,7 @@ def cache_write(
     Rows with a negative slot store nothing: they write slot 0 of the reserved null block back as it
     was, which keeps the shapes fixed.
     """
-    torch.lt(slot_mapping, 0, out=is_pad)
+    torch.lt(slot_mapping, constant(0, k.device, torch.int64), out=is_pad)
     torch.clamp(slot_mapping, min=0, out=slots)
     for new, cache in ((k, key_cache), (v, value_cache)):
         flat = cache.view(-1, *cache.shape[2:])
@@ -220,14 +223,22 @@ def attention(
     torch.index_select(value_cache, 0, table, out=values)
     torch.arange(context, out=reach)
     torch.ge(reach[None, :], seq_lens[:, None], out=beyond)
-    values.view(rows, context, kv_heads, dim).masked_fill_(beyond[:, :, None, None], 0.0)
+    zero = constant(0, q.device, q.dtype)
+    values.view(rows, context, kv_heads, dim).masked_fill_(beyond[:, :, None, None], zero)
     for head in range(kv_heads):
         head_keys = keys.view(rows, context, kv_heads, dim)[:, :, head]
         queries = q[:, head * group : (head + 1) * group]
-        torch.bmm(queries, head_keys.transpose(1, 2), out=scores[head])
-    scores.mul_(scale)
+        torch.baddbmm(
+            scores[head],
+            queries,
+            head_keys.transpose(1, 2),
+            beta=0,
+            alpha=scale,
+            out=scores[head],
+        )
     wide.copy_(scores)
-    wide.masked_fill_(beyond[None, :, None, :], float("-inf"))
+    lowest = constant(float("-inf"), q.device, torch.float32)
+    wide.masked_fill_(beyond[None, :, None, :], lowest)
     torch.softmax(wide, -1, out=probabilities)
     scores.copy_(probabilities)
     for head in range(kv_heads):
@@ -293,19 +304,20 @@ def advance(
     token_ids (M,) int32 = sampled; positions (M,) int64 and seq_lens (M,) int32 grow by one;
     slot_mapping (M,) int64 is where the new position lies in the cache, or -1 beyond block_tables.
     """
-    blocks = block_tables.shape[1]
-    torch.ge(slot_mapping, 0, out=is_real)
+    device, blocks = sampled.device, block_tables.shape[1]
+    size = constant(block_size, device, torch.int64)
+    torch.ge(slot_mapping, constant(0, device, torch.int64), out=is_real)
     torch.where(is_real, sampled, token_ids, out=token_ids)
     one.copy_(is_real)
     wide_one.copy_(is_real)
     positions.add_(wide_one)  # operands of one dtype: mixed ones make torch allocate
     seq_lens.add_(one)
-    torch.div(positions, block_size, rounding_mode="floor", out=block[:, 0])
-    torch.ge(block[:, 0], blocks, out=beyond)
+    torch.div(positions, size, rounding_mode="floor", out=block[:, 0])
+    torch.ge(block[:, 0], constant(blocks, device, torch.int64), out=beyond)
     block.clamp_(max=blocks - 1)
     torch.gather(block_tables, 1, block, out=entry)
-    torch.remainder(positions, block_size, out=offset)
+    torch.remainder(positions, size, out=offset)
     slot.copy_(entry[:, 0])
-    slot.mul_(block_size).add_(offset)
-    slot.masked_fill_(beyond, -1)
+    slot.mul_(size).add_(offset)
+    slot.masked_fill_(beyond, constant(-1, device, torch.int64))
     torch.where(is_real, slot, slot_mapping, out=slot_mapping)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from graphcap.moe.kernels.constants import constant
 from graphcap.operations import BufferSpec, operation
 
 
@@ -47,8 +48,7 @@ def _topk_scratch(
     rows = weights.shape[0]
     return {
         "scores": (tuple(logits.shape), torch.float32),
-        "order": (tuple(logits.shape), torch.int64),
-        "sorted_scores": (tuple(logits.shape), torch.float32),
+        "order": (tuple(weights.shape), torch.int64),
         "total": ((rows, 1), torch.float32),
         "is_pad": ((rows, 1), torch.bool),
     }
@@ -64,7 +64,6 @@ def topk_softmax(
     *,
     scores: torch.Tensor,
     order: torch.Tensor,
-    sorted_scores: torch.Tensor,
     total: torch.Tensor,
     is_pad: torch.Tensor,
 ) -> None:
@@ -73,18 +72,20 @@ def topk_softmax(
     Of equal scores the lower expert comes first. Rows with a negative row id (pads) get id -1 and
     weight 0: they reach no expert.
     """
-    top_k = weights.shape[1]
+    device = logits.device
     torch.softmax(logits, -1, out=scores)
-    # A stable sort, because topk leaves the order of equal scores open.
-    torch.sort(scores, stable=True, dim=-1, descending=True, out=(sorted_scores, order))
-    weights.copy_(sorted_scores[:, :top_k])
-    ids.copy_(order[:, :top_k])
+    # Maxima one by one: torch.topk leaves the order of equal scores open, and a sort allocates.
+    for k in range(weights.shape[1]):
+        best, at = weights[:, k : k + 1], order[:, k : k + 1]
+        torch.max(scores, -1, keepdim=True, out=(best, at))
+        scores.scatter_(1, at, -1.0)
+    ids.copy_(order)
     if renormalize:
         torch.sum(weights, -1, keepdim=True, out=total)
         weights.div_(total)
-    torch.lt(row_ids[:, None], 0, out=is_pad)
-    weights.masked_fill_(is_pad, 0.0)
-    ids.masked_fill_(is_pad, -1)
+    torch.lt(row_ids[:, None], constant(0, device, torch.int64), out=is_pad)
+    weights.masked_fill_(is_pad, constant(0, device, torch.float32))
+    ids.masked_fill_(is_pad, constant(-1, device, torch.int32))
 
 
 def _align_scratch(
@@ -270,7 +271,8 @@ def expert_gemm(
     """
     pairs, row_of_pair = scratch["pairs"], scratch["row_of_pair"]
     pairs.copy_(sorted_ids)
-    torch.div(pairs, pairs_per_row, rounding_mode="floor", out=row_of_pair)
+    divisor = constant(pairs_per_row, a.device, torch.int64)
+    torch.div(pairs, divisor, rounding_mode="floor", out=row_of_pair)
     if a.device.type == "cpu":
         _gemm_on_host(a, weight, expert_ids, padded_count, out, block, pairs, row_of_pair, scratch)
     else:
@@ -365,9 +367,11 @@ def merge(
     total: torch.Tensor,
 ) -> None:
     """out (M, H) = sum over k of weights[m, k] * pairs[m, k], in float32, over real pairs only."""
-    torch.lt(ids[:, :, None], 0, out=dropped)
+    device = ids.device
+    torch.lt(ids[:, :, None], constant(0, device, torch.int32), out=dropped)
     wide.copy_(pairs)
     wide.mul_(weights[:, :, None])
-    wide.masked_fill_(dropped, 0.0)  # nobody wrote the rows of dropped pairs
+    # Nobody wrote the rows of dropped pairs.
+    wide.masked_fill_(dropped, constant(0, device, torch.float32))
     torch.sum(wide, 1, out=total)
     out.copy_(total)
