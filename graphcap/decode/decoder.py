@@ -156,6 +156,8 @@ class Decoder:
         kernels: the kernel backend.
         max_batch: sequences of the largest batch.
         max_context: tokens of the longest sequence, prompt and new tokens together.
+        num_sequences: sequences that the cache holds; None: `max_batch`. More than that decode
+            eagerly.
         ladder: None: what `settings.buckets` says.
         settings: None: read from the environment.
     """
@@ -167,6 +169,7 @@ class Decoder:
         *,
         max_batch: int,
         max_context: int,
+        num_sequences: int | None = None,
         block_size: int = 16,
         ladder: BucketLadder | None = None,
         settings: Settings | None = None,
@@ -174,7 +177,7 @@ class Decoder:
         self.weights = weights
         self.cache = PagedCache(
             weights.shape,
-            num_sequences=max_batch,
+            num_sequences=num_sequences or max_batch,
             max_context=max_context,
             block_size=block_size,
             device=weights.device,

@@ -20,7 +20,7 @@ def embedding(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None
     torch.index_select(table, 0, ids, out=out)
 
 
-@operation("projection")
+@operation("projections")
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
@@ -277,6 +277,7 @@ def _advance_scratch(
         "slot": ((rows,), torch.int64),
         "offset": ((rows,), torch.int64),
         "beyond": ((rows,), torch.bool),
+        "unowned": ((rows, 1), torch.bool),
     }
 
 
@@ -298,11 +299,13 @@ def advance(
     slot: torch.Tensor,
     offset: torch.Tensor,
     beyond: torch.Tensor,
+    unowned: torch.Tensor,
 ) -> None:
     """Make the slots those of the next token, in place, for rows with slot_mapping >= 0.
 
     token_ids (M,) int32 = sampled; positions (M,) int64 and seq_lens (M,) int32 grow by one;
-    slot_mapping (M,) int64 is where the new position lies in the cache, or -1 beyond block_tables.
+    slot_mapping (M,) int64 is where the new position lies in the cache, or -1 beyond the blocks of
+    the sequence (past the end of its row of block_tables, or where that holds the null block 0).
     """
     device, blocks = sampled.device, block_tables.shape[1]
     size = constant(block_size, device, torch.int64)
@@ -316,6 +319,8 @@ def advance(
     torch.ge(block[:, 0], constant(blocks, device, torch.int64), out=beyond)
     block.clamp_(max=blocks - 1)
     torch.gather(block_tables, 1, block, out=entry)
+    torch.eq(entry, constant(0, device, torch.int32), out=unowned)
+    torch.logical_or(beyond, unowned[:, 0], out=beyond)
     torch.remainder(positions, size, out=offset)
     slot.copy_(entry[:, 0])
     slot.mul_(size).add_(offset)

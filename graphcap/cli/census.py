@@ -1,0 +1,225 @@
+"""``graphcap census``: what one decode step launches, by operation, beside the original analysis."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from graphcap.cli.options import (
+    add_model,
+    chosen_dtype,
+    chosen_shape,
+    default_device,
+    positive,
+    print_json,
+    progress_bar,
+    settings_with,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphcap.census import Census
+    from graphcap.decode.kernels import DecodeKernels
+    from graphcap.decode.shapes import ModelShape
+    from graphcap.decode.weights import ModelWeights
+
+ROWS = (
+    "embedding",
+    "rms_norm",
+    "fused_add_rms_norm",
+    "projections",
+    "rotary_embedding",
+    "cache write",
+    "attention",
+    "router GEMM",
+    "topk_softmax",
+    "moe_align_block_size",
+    "fused_moe w1",
+    "silu_and_mul",
+    "fused_moe w2",
+    "merge",
+    "sampling",
+    "advance",
+    "padding",
+    "copies",
+)
+"""The rows of the table, in the order of a step. Rows that a step does not have count 0."""
+
+ANALYSIS = {
+    "fused_moe w1": 64,
+    "silu_and_mul": 64,
+    "fused_moe w2": 64,
+    "topk_softmax": 64,
+    "moe_align_block_size": 64,
+    "merge": 64,
+    "attention": 1,
+    "rms_norm": 128,
+    "fused_add_rms_norm": 64,
+    "rotary_embedding": 64,
+}
+"""Launches of one step in the analysis of Qwen3.6-35B-A3B under vLLM with ixformer that started this
+project (shape ``seed-64``). It counts attention once a step, not once a layer, and no projections."""
+
+ANALYSIS_TOTAL = 641
+ANALYSIS_ALLOCATIONS = 192
+"""Three torch.empty calls in each of 64 layers; same source."""
+
+_CONTEXT = 256
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "census",
+        help="count what one step launches, by operation",
+        description="Counts the operations of one decode step. On a CPU at full depth and width "
+        "without the memory (meta tensors); on a CUDA device the step is also captured, over layers "
+        "that share one layer's weights, and its graph nodes are counted.",
+    )
+    add_model(parser, default_shape="seed-64")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    import torch
+
+    from graphcap.decode.kernels import decode_kernels
+    from graphcap.moe.kernels import choose_backend
+
+    device = default_device()
+    backend = choose_backend(settings_with().kernels, device)
+    kernels = decode_kernels(backend)
+    shape = chosen_shape(options)
+    dtype = chosen_dtype(options.dtype, device)
+    with progress_bar("counting"):
+        counted, allocations = _count_on_meta(shape, dtype, kernels, options.batch)
+        recorded = (
+            _capture(shape, device, dtype, kernels, options.batch)
+            if device.type == "cuda"
+            else None
+        )
+    is_analysed = shape.name == "seed-64" and shape.num_layers == 64
+    census = recorded or counted
+    result = {
+        "shape": shape.name,
+        "layers": shape.num_layers,
+        "batch": options.batch,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu (meta)",
+        "kernels": {"backend": backend.name, "why": backend.why},
+        "rows": _rows(census, is_analysed),
+        "total": sum(row.count for row in census.rows),
+        "allocations_per_step": allocations,
+        "graph_nodes": census.total if census.nodes is not None else None,
+        "nodes_by_kind": None if census.nodes is None else dict(census.nodes),
+        "analysis_total": ANALYSIS_TOTAL if is_analysed else None,
+        "analysis_allocations": ANALYSIS_ALLOCATIONS if is_analysed else None,
+    }
+    if options.json:
+        print_json(result)
+    else:
+        from graphcap.cli.tables import print_census
+
+        print_census(result)
+    return 0
+
+
+def _rows(census: Census, is_analysed: bool) -> list[dict[str, Any]]:
+    found = {row.operation: row for row in census.rows}
+    extra = [name for name in found if name not in ROWS]
+    rows = []
+    for name in (*ROWS, *extra):
+        row = found.get(name)
+        rows.append(
+            {
+                "operation": name,
+                "count": row.count if row else 0,
+                "implementation": row.implementation if row else "none",
+                "nodes": row.nodes if row else (None if census.nodes is None else 0),
+                "analysis_count": ANALYSIS.get(name) if is_analysed else None,
+            }
+        )
+    return rows
+
+
+def _count_on_meta(
+    shape: ModelShape, dtype: torch.dtype, kernels: DecodeKernels, batch: int
+) -> tuple[Census, int]:
+    """Operations and allocations of one eager step, no memory used and nothing computed."""
+    import torch
+
+    from graphcap.decode.cache import PagedCache
+    from graphcap.decode.random_weights import random_weights
+    from graphcap.decode.step import DecodeStep, decode_slots
+    from graphcap.inputs import StaticInputs
+    from graphcap.pool import BufferPool
+    from graphcap.recorders.tape import count_step
+
+    meta = torch.device("meta")
+    weights = random_weights(shape, device=meta, dtype=dtype, seed=0)
+    cache = PagedCache(shape, num_sequences=batch, max_context=_CONTEXT, device=meta, dtype=dtype)
+    pool = BufferPool(meta)
+    step = DecodeStep(weights, cache, kernels, pool)
+    inputs = StaticInputs(batch, decode_slots(cache.blocks_per_sequence), meta)
+
+    def padded() -> Any:
+        inputs.restore_pads()
+        return step(inputs.views(batch))
+
+    census = count_step(padded, meta)
+    return census, census.allocations + pool.allocations
+
+
+def _capture(
+    shape: ModelShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: DecodeKernels,
+    batch: int,
+) -> Census:
+    """The census of a real capture. Layers share weights: what is launched does not depend on them."""
+    from graphcap.buckets import BucketLadder
+    from graphcap.decode.decoder import Decoder
+
+    decoder = Decoder(
+        _shared_layers(shape, device, dtype),
+        kernels,
+        max_batch=batch,
+        max_context=_CONTEXT,
+        ladder=BucketLadder([batch]),
+        settings=settings_with(verify="off"),
+    )
+    try:
+        decoder.manager.capture()
+        return decoder.manager.recording(batch).census()
+    finally:
+        decoder.close()
+
+
+def _shared_layers(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> ModelWeights:
+    from graphcap.decode.random_weights import random_weights
+
+    kinds = sorted({shape.is_sparse(layer) for layer in range(shape.num_layers)})
+    first_of = {
+        kind: next(i for i in range(shape.num_layers) if shape.is_sparse(i) == kind)
+        for kind in kinds
+    }
+    drawn = {
+        kind: random_weights(
+            replace(
+                shape,
+                num_layers=1,
+                mlp_only_layers=() if kind else (0,),
+                decoder_sparse_step=1,
+            ),
+            device=device,
+            dtype=dtype,
+            seed=first_of[kind],
+        )
+        for kind in kinds
+    }
+    weights = drawn[kinds[0]]
+    weights.shape = shape
+    weights.layers = [drawn[shape.is_sparse(layer)].layers[0] for layer in range(shape.num_layers)]
+    return weights

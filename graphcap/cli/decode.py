@@ -1,0 +1,286 @@
+"""``graphcap decode``: record a decode step, decode eagerly and by replay, compare, print a table."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from graphcap.cli.options import (
+    add_model,
+    chosen_dtype,
+    chosen_shape,
+    default_device,
+    positive,
+    print_json,
+    progress_bar,
+    settings_with,
+)
+from graphcap.errors import InputError, SettingsError
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphcap.decode.decoder import Decoded, Decoder, EagerDecoder
+    from graphcap.decode.weights import ModelWeights
+    from graphcap.report import ManagerStats
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of one way to decode, per token. None: this device cannot give it."""
+
+    operations_per_token: int | None
+    launches_per_token: int
+    allocations_per_token: int
+    host_us_per_token: float | None
+    ms_per_token: float | None
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "decode",
+        help="decode eagerly and by replay, check that tokens are equal, print a table",
+        description="Records a decode step for every bucket, decodes the same prompts eagerly and by "
+        "replay, and checks that the tokens are equal. Exit code 1 if they are not.",
+    )
+    add_model(parser, default_shape="tiny")
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences (default 3)")
+    parser.add_argument(
+        "--max-batch", type=positive, default=8, metavar="N", help="end of the ladder (default 8)"
+    )
+    parser.add_argument(
+        "--tokens", type=positive, default=32, metavar="N", help="new tokens each (default 32)"
+    )
+    parser.add_argument(
+        "--prompt-ids",
+        action="append",
+        metavar="1,2,3",
+        help="token ids of a prompt, once per sequence (default: drawn from the seed)",
+    )
+    parser.add_argument("--recorder", choices=("auto", "cuda", "tape"))
+    parser.add_argument("--buckets", metavar="1,2,4", help="bucket sizes (default: auto)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    import torch
+
+    from graphcap.decode.cache import PagedCache
+    from graphcap.decode.decoder import Decoder, EagerDecoder
+    from graphcap.decode.kernels import decode_kernels
+    from graphcap.moe.kernels import choose_backend
+
+    settings = settings_with(recorder=options.recorder, buckets=options.buckets)
+    device = default_device()
+    backend = choose_backend(settings.kernels, device)
+    shape = chosen_shape(options)
+    prompts = _prompts(options, shape.vocab_size)
+    longest = max(map(len, prompts)) + options.tokens
+    weights = _weights(options, device)
+    kernels = decode_kernels(backend)
+    sequences = max(options.max_batch, len(prompts))
+
+    eager = EagerDecoder(
+        weights,
+        PagedCache(
+            weights.shape,
+            num_sequences=len(prompts),
+            max_context=longest,
+            device=device,
+            dtype=weights.dtype,
+        ),
+        kernels,
+    )
+    with progress_bar("decoding eagerly"):
+        eager.decode(prompts, 2)  # compiles kernels, fills caches
+        by_eager = eager.decode(prompts, options.tokens)
+    decoder = Decoder(
+        weights,
+        kernels,
+        max_batch=options.max_batch,
+        max_context=longest,
+        num_sequences=sequences,
+        settings=settings,
+    )
+    try:
+        with progress_bar("capturing") as progress:
+            decoder.cache.fill_random(options.seed)
+            decoder.manager.capture(progress)
+            decoder.cache.clear()
+        with progress_bar("decoding by replay"):
+            decoder.decode(prompts, 2)
+            by_replay = decoder.decode(prompts, options.tokens)
+        served = decoder.manager.stats()
+        eager_figures = _eager_figures(eager, prompts, by_eager)
+        replay_figures = _replay_figures(
+            decoder, prompts, by_replay, eager_figures["launches_per_token"]
+        )
+        result = {
+            "shape": weights.shape.name,
+            "layers": weights.shape.num_layers,
+            "dtype": str(weights.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "recorder": decoder.manager.recorder.name,
+            "kernels": {"backend": backend.name, "why": backend.why},
+            "batch": len(prompts),
+            "max_batch": options.max_batch,
+            "bucket": decoder.manager.ladder.bucket_for(len(prompts)),
+            "tokens": options.tokens,
+            "prompt_ids": prompts,
+            "eager": eager_figures,
+            "replay": replay_figures,
+            "outputs_equal": by_eager.token_ids == by_replay.token_ids,
+            "token_ids": by_replay.token_ids,
+            "buckets": _buckets(decoder, served),
+            "pool_mib": decoder.pool.nbytes / 2**20,
+            "pool_lower_bound_mib": decoder.pool.plan.lower_bound / 2**20,
+            "fallbacks": dict(served.fallbacks),
+            "failures": {str(k): v for k, v in served.failures.items()},
+        }
+    finally:
+        decoder.close()
+    if options.json:
+        print_json(result)
+    else:
+        from graphcap.cli.tables import print_decode
+
+        print_decode(result)
+    return 0 if result["outputs_equal"] else 1
+
+
+def _prompts(options: argparse.Namespace, vocab_size: int) -> list[list[int]]:
+    if options.prompt_ids is None:
+        draw = random.Random(options.seed)
+        return [
+            [draw.randrange(vocab_size) for _ in range(draw.randint(3, 8))]
+            for _ in range(options.batch or 3)
+        ]
+    if options.batch not in (None, len(options.prompt_ids)):
+        raise SettingsError(
+            f"--batch {options.batch} and {len(options.prompt_ids)} --prompt-ids do not go together; "
+            f"leave --batch out or give one --prompt-ids per sequence"
+        )
+    prompts = []
+    for text in options.prompt_ids:
+        words = [word.strip() for word in text.split(",")]
+        if not all(word.isascii() and word.isdigit() for word in words):
+            raise InputError(
+                f"--prompt-ids {text!r}: expected token ids separated by commas, such as 1,2,3"
+            )
+        prompts.append([int(word) for word in words])
+        if max(prompts[-1]) >= vocab_size:
+            raise InputError(
+                f"--prompt-ids {text!r}: token id {max(prompts[-1])} is outside the vocabulary "
+                f"(0 to {vocab_size - 1})"
+            )
+    return prompts
+
+
+def _weights(options: argparse.Namespace, device: torch.device) -> ModelWeights:
+    from graphcap.decode.checkpoint import load_checkpoint
+    from graphcap.decode.random_weights import random_weights
+
+    if options.checkpoint:
+        dtype = None if options.dtype == "auto" else chosen_dtype(options.dtype, device)
+        with progress_bar("loading weights") as progress:
+            return load_checkpoint(
+                options.checkpoint,
+                device=device,
+                dtype=dtype,
+                layers=options.layers,
+                progress=lambda done, total: progress(done, total, ""),
+            )
+    with progress_bar("drawing weights") as progress:
+        return random_weights(
+            chosen_shape(options),
+            device=device,
+            dtype=chosen_dtype(options.dtype, device),
+            seed=options.seed,
+            progress=lambda done, total: progress(done, total, ""),
+        )
+
+
+def _eager_figures(
+    eager: EagerDecoder, prompts: list[list[int]], decoded: Decoded
+) -> dict[str, Any]:
+    from graphcap.decode.decoder import Prompts
+    from graphcap.decode.measure import activity
+    from graphcap.recorders.tape import count_step
+
+    device = eager.step.weights.device
+    laid = Prompts(prompts, 2, eager.cache, eager.step.weights.shape.vocab_size)
+    try:
+        for batch in laid.batches():
+            eager.load(batch)
+        if device.type == "cuda":
+            seen = activity(eager.run, device)
+            counts = (seen.operations, seen.launches, seen.allocations)
+        else:
+            before = eager.pool.allocations
+            census = count_step(eager.run, device)
+            requests = eager.pool.allocations - before
+            counts = (census.total, census.total, census.allocations + requests)
+    finally:
+        laid.close()
+    figures = asdict(Measured(*counts, None, _ms(decoded)))
+    del figures["host_us_per_token"]
+    return figures
+
+
+def _replay_figures(
+    decoder: Decoder, prompts: list[list[int]], decoded: Decoded, eager_launches: int
+) -> dict[str, Any]:
+    from graphcap.decode.decoder import Prompts
+    from graphcap.decode.measure import activity, host_microseconds
+
+    manager, device = decoder.manager, decoder.weights.device
+    laid = Prompts(prompts, 2, decoder.cache, decoder.weights.shape.vocab_size)
+    host: float | None = None
+    try:
+        for batch in laid.batches():
+            manager.run(batch)
+        before, requests = manager.stats(), decoder.pool.allocations
+        if device.type == "cuda":
+            seen = activity(manager.run, device)
+            launches, allocations = seen.launches, seen.allocations
+            for batch in laid.batches():
+                manager.run(batch)
+            host = host_microseconds(manager.run, device)
+        else:
+            manager.run()
+            after = manager.stats()
+            launches = after.input_launches - before.input_launches
+            allocations = decoder.pool.allocations - requests
+            if after.replays > before.replays:
+                bucket = manager.ladder.bucket_for(len(prompts))
+                assert bucket is not None
+                launches += after.replays - before.replays
+                allocations += manager.recording(bucket).census().allocations
+            else:  # a fallback runs the eager step
+                launches += eager_launches
+    finally:
+        laid.close()
+    figures = asdict(Measured(None, launches, allocations, host, _ms(decoded)))
+    del figures["operations_per_token"]
+    return figures
+
+
+def _buckets(decoder: Decoder, served: ManagerStats) -> list[dict[str, Any]]:
+    replays = {bucket.size: bucket.replays for bucket in served.buckets}
+    return [
+        {
+            "size": bucket.size,
+            "nodes": bucket.nodes,
+            "mib": bucket.nbytes / 2**20,
+            "capture_ms": bucket.capture_ms,
+            "replays": replays[bucket.size],
+        }
+        for bucket in decoder.manager.report.buckets
+    ]
+
+
+def _ms(decoded: Decoded) -> float | None:
+    return None if decoded.seconds_per_token is None else decoded.seconds_per_token * 1e3

@@ -1,0 +1,120 @@
+"""``graphcap doctor``: what this machine has, what graphcap would choose, and why."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from graphcap.cli.options import default_device, print_json
+
+VENDOR_VARIABLES = (
+    "VLLM_ENFORCE_CUDA_GRAPH",
+    "ENABLE_MOE_GROUP_GEMV",
+    "IXFORMER_DISABLE_SYNC",
+    "IXFORMER_PAGED_ATTENTION_ALGO",
+    "IXFORMER_GEMV_THRESHOLD",
+    "NCCL_FORCESYNC_DISABLE",
+    "IX_VISIBLE_DEVICES",
+)
+"""Variables of CoreX and its vLLM that change what is captured; shown where they are set."""
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="show what this machine has and what graphcap chooses on it",
+        description="Shows versions, whether graph capture works (by capturing a graph of one "
+        "kernel), the recorder and kernels that would be chosen and why, and every environment "
+        "variable with its origin.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    import torch
+
+    from graphcap import __version__
+    from graphcap.errors import BackendError
+    from graphcap.moe.kernels import choose_backend
+    from graphcap.recorders.select import probe_capture, select_recorder
+    from graphcap.settings import VARIABLES, Settings, unknown_variables
+
+    settings = Settings.from_env()
+    device = default_device()
+    probe = probe_capture(device)
+    warnings = [f"{name} is not a graphcap variable" for name in unknown_variables(os.environ)]
+    try:
+        backend = choose_backend(settings.kernels, device)
+        chosen_kernels = f"{backend.name}: {backend.why}"
+    except BackendError as error:
+        chosen_kernels = "none"
+        warnings.append(str(error))
+    try:
+        chosen_recorder = select_recorder(settings.recorder, device).name
+    except BackendError as error:
+        chosen_recorder = "none"
+        warnings.append(str(error))
+    result = {
+        "machine": {
+            "graphcap": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "device": _device(device),
+            "graph capture": f"{'works' if probe.works else 'no'}: {probe.detail}",
+            "recorder": chosen_recorder,
+            "kernels": chosen_kernels,
+            "triton": _version("triton"),
+            "cuda-bindings": _version("cuda-bindings", module="cuda"),
+            "vllm": _version("vllm"),
+            "ixformer": _version("ixformer"),
+        },
+        "capture_works": probe.works,
+        "variables": [
+            {
+                "name": variable.name,
+                "value": settings.value_of(variable.name),
+                "origin": settings.origins[variable.name],
+                "meaning": variable.meaning,
+            }
+            for variable in VARIABLES
+        ]
+        + [
+            {"name": name, "value": os.environ[name], "origin": "environment", "meaning": "CoreX"}
+            for name in VENDOR_VARIABLES
+            if name in os.environ
+        ],
+        "warnings": warnings,
+    }
+    if options.json:
+        print_json(result)
+    else:
+        from graphcap.cli.tables import print_doctor
+
+        print_doctor(result)
+    return 0
+
+
+def _device(device: Any) -> str:
+    import torch
+
+    if device.type != "cuda":
+        return f"cpu, {torch.get_num_threads()} threads"
+    free, total = torch.cuda.mem_get_info(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return (
+        f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, "
+        f"CUDA {torch.version.cuda}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    )
+
+
+def _version(distribution: str, module: str | None = None) -> str:
+    """The version from the package's metadata; nothing is imported."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "there, version unknown" if find_spec(module or distribution) else "not installed"
