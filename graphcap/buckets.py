@@ -63,7 +63,8 @@ class BucketLadder:
         sizes = []
         for entry in text.split(","):
             word = entry.strip()
-            if not word.isascii() or not word.isdigit() or int(word) == 0:
+            # Python refuses to convert very long numbers, and no batch has 19 digits.
+            if not word.isascii() or not word.isdigit() or len(word) > 18 or int(word) == 0:
                 raise LadderError(
                     f"bucket sizes: expected 'auto' or positive integers such as 1,2,4,8,64; "
                     f"found {word!r} in {text!r}; remove or correct that entry"

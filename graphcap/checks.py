@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -16,6 +17,19 @@ _MAX_DEPTH = 12
 _WINDOW = 16
 _CHECKED_WHOLE = 64
 _ABSENT = object()
+_MODULE_INNARDS = frozenset(vars(torch.nn.Module()))
+_NOT_LOOKED_INTO = (
+    "builtins",
+    "graphcap.inputs",
+    "graphcap.manager",
+    "graphcap.pool",
+    "graphcap.recorders",
+    "logging",
+    "threading",
+    "torch",
+    "triton",
+)
+"""Modules whose objects hold no tensor of a step, or hold it under a name of its own."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float64: 1e-9}
 """Largest relative difference (to the largest magnitude) where results are not bitwise equal: the
@@ -24,43 +38,75 @@ same kernels give the same bits, but a library may choose another algorithm unde
 
 @dataclass(frozen=True)
 class Watched:
-    """A tensor that a step reaches by name, and where it was when the step was recorded."""
+    """What a step reaches by name, and where it was when the step was recorded.
+
+    Attributes:
+        value: a tensor, or an object through which one is reached (a module, a list of weights).
+        address: of a tensor; None for other objects.
+        storage: keeps the recorded memory alive, whatever becomes of the tensor.
+    """
 
     name: str
     holder: Any
     key: Any
-    tensor: torch.Tensor
-    address: int
-    storage: Any  # keeps the recorded memory alive, whatever becomes of the tensor
+    value: Any
+    address: int | None = None
+    storage: Any = None
 
     def found(self) -> Any:
         if isinstance(self.holder, dict):
             return self.holder.get(self.key, _ABSENT)
         if isinstance(self.holder, (list, tuple)):
             return self.holder[self.key] if self.key < len(self.holder) else _ABSENT
-        return getattr(self.holder, self.key, _ABSENT)
+        try:
+            return getattr(self.holder, self.key, _ABSENT)
+        except ValueError:  # a closure variable that was deleted
+            return _ABSENT
 
     def fault(self) -> str | None:
-        now = self.found()
-        if now is not self.tensor:
-            return "is another tensor now"
-        if self.tensor.data_ptr() != self.address:
-            return "has moved to another address"
+        if self.found() is not self.value:
+            kind = "object" if self.address is None else "tensor"
+            return f"is another {kind} now, expected the one"
+        if self.address is not None and self.value.data_ptr() != self.address:
+            return "has moved to another address, expected the tensor"
         return None
+
+    def recorded(self) -> str:
+        if self.address is None:
+            return f"of type {type(self.value).__name__}"
+        return f"of shape {tuple(self.value.shape)} at {self.address:#x}"
+
+    @property
+    def identity(self) -> tuple[str, int, int | None]:
+        return self.name, id(self.value), self.address
 
 
 class Fingerprint:
     """Finds out before a replay whether something the recording points at was rebound or moved.
 
     What is watched: every tensor that can be reached by name from the step (its object, modules,
-    closure, arguments and the globals it names) and `extra`. Up to 64 tensors are all compared at
-    each check. Of more, each check compares the next 16, so a moved one is found within
-    count / 16 replays; a parameter or buffer that is *assigned* on any `torch.nn.Module` makes the
-    next check compare all. The memory itself stays alive as long as the fingerprint.
+    closure, default arguments and the globals it names), the objects on the way to them, and `extra`.
+    Up to 64 names are all compared at each check. Of more, each check compares the next 16, so a
+    moved one is found within count / 16 replays; a parameter, buffer or module that is *assigned* on
+    any `torch.nn.Module` makes the next check compare all. The memory itself stays alive as long as
+    the fingerprint.
+
+    Args:
+        step, extra: see above.
+        before: `reachable(step)` from before it last ran. What the step itself rebinds at each run
+            (a result that it keeps) differs and is not watched. None: all is watched.
     """
 
-    def __init__(self, step: Callable[..., Any], extra: Mapping[str, torch.Tensor]) -> None:
-        found = list(_reachable(step))
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        extra: Mapping[str, torch.Tensor],
+        before: Sequence[Watched] | None = None,
+    ) -> None:
+        found = reachable(step)
+        if before is not None:
+            settled = {item.identity for item in before}
+            found = [item for item in found if item.identity in settled]
         found += [_watch(name, dict(extra), name, tensor) for name, tensor in extra.items()]
         self.watched = tuple(found)
         self._next = 0
@@ -69,6 +115,7 @@ class Fingerprint:
         self._hooks = [
             nn_module.register_module_parameter_registration_hook(self._assigned),
             nn_module.register_module_buffer_registration_hook(self._assigned),
+            nn_module.register_module_module_registration_hook(self._assigned),
         ]
 
     def check(self) -> None:
@@ -82,14 +129,18 @@ class Fingerprint:
             due = watched[start : start + _WINDOW]
             self._next = 0 if start + _WINDOW >= len(watched) else start + _WINDOW
         for item in due:
-            if item.found() is not item.tensor or item.tensor.data_ptr() != item.address:
+            fault = item.fault()
+            if fault is not None:
                 self._all_due = True  # it stays wrong: say so at every replay
                 raise StaleRecordingError(
-                    f"{item.name} {item.fault()}, expected the tensor of shape "
-                    f"{tuple(item.tensor.shape)} at {item.address:#x} that was recorded; replaying "
+                    f"{item.name} {fault} {item.recorded()} that was recorded; replaying "
                     f"would use the old one. Copy new values into it in place "
                     f"(tensor.copy_(new)), or close() this manager and capture again"
                 )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that are watched."""
+        return [item.value for item in self.watched if item.address is not None]
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -150,23 +201,35 @@ def _watch(name: str, holder: Any, key: Any, tensor: torch.Tensor) -> Watched:
     return Watched(name, holder, key, tensor, tensor.data_ptr(), tensor.untyped_storage())
 
 
-def _reachable(step: Callable[..., Any]) -> Iterator[Watched]:
-    """Tensors that `step` can reach by name, each once."""
-    seen: set[int] = set()
+def reachable(step: Callable[..., Any]) -> list[Watched]:
+    """Tensors that `step` can reach by name, each once, and the objects on the way to them."""
+    seen: dict[int, Any] = {}  # holds the values, so that no id is used again
 
     def walk(value: Any, name: str, holder: Any, key: Any, depth: int) -> Iterator[Watched]:
         if isinstance(value, torch.Tensor):
             if id(value) not in seen and value.device.type != "meta":
-                seen.add(id(value))
+                seen[id(value)] = value
                 yield _watch(name, holder, key, value)
             return
         if depth > _MAX_DEPTH or id(value) in seen or not _is_container(value):
             return
-        seen.add(id(value))
-        for child, label, child_holder, child_key in _children(value):
-            yield from walk(child, f"{name}{label}", child_holder, child_key, depth + 1)
+        seen[id(value)] = value
+        below = [
+            item
+            for child, label, child_holder, child_key in _children(value)
+            for item in walk(child, f"{name}{label}", child_holder, child_key, depth + 1)
+        ]
+        if below and holder is not None and _can_be_rebound(value, holder):
+            yield Watched(name, holder, key, value)
+        yield from below
 
-    yield from walk(step, getattr(step, "__qualname__", "step"), None, None, 0)
+    return list(walk(step, getattr(step, "__qualname__", "step"), None, None, 0))
+
+
+def _can_be_rebound(value: Any, holder: Any) -> bool:
+    """Whether `value`'s place in `holder` can be given to another object and is not made anew at each
+    look, as bound methods are."""
+    return not isinstance(holder, (tuple, functools.partial)) and not hasattr(value, "__func__")
 
 
 def _children(value: Any) -> Iterator[tuple[Any, str, Any, Any]]:
@@ -186,9 +249,11 @@ def _children(value: Any) -> Iterator[tuple[Any, str, Any, Any]]:
                 yield cell.cell_contents, f".{free}", cell, "cell_contents"
             except ValueError:  # not assigned yet
                 continue
-        for used in value.__code__.co_names:
+        for used in _names_used(value.__code__):
             if used in value.__globals__:
                 yield value.__globals__[used], f".{used}", value.__globals__, used
+        yield value.__defaults__, ".defaults", value, "__defaults__"
+        yield value.__kwdefaults__, ".defaults", value, "__kwdefaults__"
     elif hasattr(value, "__func__"):
         yield value.__self__, "", value, "__self__"
         yield value.__func__, "", value, "__func__"
@@ -197,14 +262,30 @@ def _children(value: Any) -> Iterator[tuple[Any, str, Any, Any]]:
             for key, child in list(members.items()):
                 yield child, f".{key}", members, key
         for key, child in list(vars(value).items()):
-            if not key.startswith("_"):
+            if key not in _MODULE_INNARDS:
                 yield child, f".{key}", value, key
+        yield from _code_of(type(value), "forward")
     else:
         for key, child in list(getattr(value, "__dict__", {}).items()):
             yield child, f".{key}", value, key
         for key in getattr(type(value), "__slots__", ()):
             if isinstance(key, str) and hasattr(value, key):
                 yield getattr(value, key), f".{key}", value, key
+        yield from _code_of(type(value), "__call__")
+
+
+def _code_of(kind: type, name: str) -> Iterator[tuple[Any, str, Any, Any]]:
+    function = getattr(kind, name, None)
+    if hasattr(function, "__code__"):
+        yield function, "", kind, name
+
+
+def _names_used(code: CodeType) -> Iterator[str]:
+    """Names that a function's code looks up, also in the functions and comprehensions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_used(constant)
 
 
 def _is_container(value: Any) -> bool:
@@ -218,5 +299,4 @@ def _is_container(value: Any) -> bool:
         return not value.__module__.startswith(("torch", "triton")) if value.__module__ else True
     if hasattr(value, "__func__"):
         return True
-    # Slots and pool are watched under names of their own.
-    return not home.startswith(("torch", "builtins", "triton", "graphcap.pool", "graphcap.inputs"))
+    return not home.startswith(_NOT_LOOKED_INTO)

@@ -97,7 +97,8 @@ class StaticInputs:
         """Real rows that the slots hold now."""
         self.launches = 0
         """Host calls so far that copied a batch or a row count into the slots."""
-        self._layout()
+        with torch.inference_mode(False):  # an inference tensor could be written only in that mode
+            self._layout()
         self._views: dict[int, dict[str, torch.Tensor]] = {}
         self._staging = _Staging(self._arena) if self.device.type == "cuda" else None
 
@@ -182,15 +183,23 @@ class StaticInputs:
     def load(self, batch: Mapping[str, torch.Tensor], rows: int) -> None:
         """Copy a checked `batch` into the slots: one launch for all tensors of the host, one for all
         of the device, none for a batch that is there already."""
+        with torch.no_grad():
+            self._load(batch, rows)
+
+    def _load(self, batch: Mapping[str, torch.Tensor], rows: int) -> None:
         resized = rows != self.rows
         if batch:
             near: list[tuple[torch.Tensor, torch.Tensor]] = []
             far: dict[str, torch.Tensor] = {}
+            arena = self._arena.untyped_storage().data_ptr()
             for name, tensor in batch.items():
                 target = self._tensors[name][:rows]
                 if tensor.device != self.device:
                     far[name] = tensor
                 elif tensor.data_ptr() != target.data_ptr() or not tensor.is_contiguous():
+                    if tensor.untyped_storage().data_ptr() == arena or tensor.is_conj():
+                        # Rows of slots, moved within the slots: read all before any is written.
+                        tensor = tensor.clone(memory_format=torch.contiguous_format).resolve_conj()
                     near.append(
                         (_as_bytes(target), _as_bytes(tensor))
                         if tensor.is_contiguous()
@@ -332,12 +341,17 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_pad(name: str, slot: Slot) -> None:
+    if not isinstance(slot.pad, PadPolicy):
+        raise InputError(
+            f"slot {name!r}: expected a PadPolicy, found {slot.pad!r}; use PadPolicy.fill(value)"
+        )
     value: Any = slot.pad.value
     try:
         stored = torch.tensor(value, dtype=slot.dtype).item()
-    except (RuntimeError, TypeError, OverflowError):
-        stored = None
-    if not math.isfinite(value) or stored != value:
+        finite = math.isfinite(value)
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        stored, finite = None, False
+    if not finite or stored != value:
         raise InputError(
             f"slot {name!r}: pad value {value!r} is not a finite value of {slot.dtype}; "
             f"give one that the dtype holds exactly"

@@ -12,11 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from graphcap.buckets import BucketLadder
-from graphcap.checks import Fingerprint
+from graphcap.checks import Fingerprint, reachable
 from graphcap.errors import (
     CaptureError,
     FallbackError,
@@ -141,7 +142,7 @@ class CaptureManager:
             self._report = self._reported(buckets, time.perf_counter() - started)
             self._state = "recorded"
             if self.settings.report is not None:
-                self._report.write(self.settings.report)
+                self._write_report(self.settings.report)
             return self._report
 
     def _capture_all(self, notify: Progress) -> list[BucketReport]:
@@ -162,6 +163,7 @@ class CaptureManager:
             done += 1
 
         self._failures.clear()
+        self._failure_reasons.clear()
         for size in sizes:
             advance(f"warming up bucket {size}")
             with self._costs_only(size, "not_recorded"):
@@ -171,6 +173,7 @@ class CaptureManager:
         if not self.pool.frozen:
             self.pool.freeze(self.settings.pool_mib)
         self._state = "frozen"
+        before = reachable(self.step)
 
         reports: dict[int, BucketReport] = {}
         for size in sizes:
@@ -180,7 +183,7 @@ class CaptureManager:
                     reports[size] = self._record(size)
         pinned = {f"slot arena of {len(self.inputs.slots)} slots": self.inputs.arena}
         pinned["pool arena"] = self.pool.arena
-        self._fingerprint = Fingerprint(self.step, pinned)
+        self._fingerprint = Fingerprint(self.step, pinned, before)
         if self.settings.verify != "off":
             for size in sizes:
                 advance(f"verifying bucket {size}")
@@ -210,8 +213,10 @@ class CaptureManager:
     def _verify(self, size: int, report: BucketReport) -> BucketReport:
         smaller = [bucket for bucket in self.ladder if bucket < size]
         fewest = (smaller[-1] if smaller else 0) + 1
+        assert self._fingerprint is not None
+        kept = self._fingerprint.tensors()
         worst = max(
-            self._verifier.check(self._recordings[size], self._bound(size), size, rows)
+            self._verifier.check(self._recordings[size], self._bound(size), size, rows, kept)
             for rows in sorted({fewest, size})
         )
         return BucketReport(
@@ -284,6 +289,12 @@ class CaptureManager:
             notes=tuple(self._verifier.notes),
         )
 
+    def _write_report(self, path: Path) -> None:
+        try:
+            self.report.write(path)
+        except OSError as error:  # a full disk must not cost the recordings
+            logger.warning("the capture report was not written to %s: %s", path, error)
+
     # -- run -------------------------------------------------------------------------------------
 
     def run(
@@ -336,13 +347,13 @@ class CaptureManager:
             self._overflow = None
             if batch or count != self.inputs.rows:
                 self.inputs.load(batch or {}, count)
-            self._replays[size] += 1
             every = self.settings.verify_every
-            if every and sum(self._replays.values()) % every == 0:
+            if every and (sum(self._replays.values()) + 1) % every == 0:
                 self._verifier.check_live(recording, self._bound(size), size)
                 self._verified += 1
             else:
                 recording.replay()
+            self._replays[size] += 1
             self._steps += 1
             self._rows += count
             self._padding[size] += size - count

@@ -182,7 +182,8 @@ class BufferPool:
                 + ", ".join(f"{name} {_mib(plan.sizes[name])} MiB" for name in largest)
                 + "; raise GRAPHCAP_POOL_MIB or lower the maximum batch"
             )
-        self._arena = torch.empty(plan.total, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):  # an inference tensor could be written only in that mode
+            self._arena = torch.empty(plan.total, dtype=torch.uint8, device=self.device)
         self._overlapping = {name: plan.overlapping(name) for name in plan.offsets}
         self._plan = plan
         return plan

@@ -15,6 +15,7 @@ from graphcap.errors import LadderError, SettingsError
 logger = logging.getLogger(__name__)
 
 RECORDERS = ("auto", "cuda", "tape")
+_MOST_DIGITS = 18  # beyond it Python may refuse to convert, and no count is that large
 KERNELS = ("auto", "triton", "vllm", "ixformer", "reference")
 
 
@@ -134,7 +135,7 @@ def _buckets(name: str, text: str) -> dict[str, Any]:
 def _verify(name: str, text: str) -> dict[str, Any]:
     if text.lower() in ("off", "capture"):
         return {"verify": text.lower()}
-    if text.isascii() and text.isdigit() and int(text) > 0:
+    if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS and int(text) > 0:
         return {"verify": "capture", "verify_every": int(text)}
     raise _refuse(name, text, "off, capture, or a number N of at least 1 (check every N-th replay)")
 
@@ -150,9 +151,14 @@ def _pool_mib(name: str, text: str) -> dict[str, Any]:
 
 
 def _report(name: str, text: str) -> dict[str, Any]:
-    path = Path(text).expanduser()
-    if not text or path.is_dir() or not path.absolute().parent.is_dir():
-        raise _refuse(name, text, "the path of a file in an existing folder")
+    accepted = "the path of a file in an existing folder"
+    try:
+        path = Path(text).expanduser()
+        usable = bool(text) and not path.is_dir() and path.absolute().parent.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # no such home, name too long
+        raise _refuse(name, text, accepted) from error
+    if not usable:
+        raise _refuse(name, text, accepted)
     return {"report": path}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,10 +48,21 @@ class Verifier:
                 f"give CaptureManager an example to vary them"
             )
 
-    def check(self, recording: Recording, eager: BoundStep, size: int, rows: int) -> float:
+    def check(
+        self,
+        recording: Recording,
+        eager: BoundStep,
+        size: int,
+        rows: int,
+        kept: Collection[torch.Tensor] = (),
+    ) -> float:
         """Replay `size` with `rows` real rows of a fresh batch and compare with `eager`.
 
         Before the replay, pads, pool and outputs are filled with NaN: nothing may depend on them.
+
+        Args:
+            kept: tensors that the step reads and that are not its own (weights). An output that lies
+                in one of them, in a slot or in `state` is not filled: that would destroy an input.
 
         Returns:
             The largest relative difference.
@@ -62,12 +73,19 @@ class Verifier:
         batch = self._draw(rows)
         self._inputs.load(batch, self._inputs.check(batch, rows))
         self._inputs.poison_pads(rows)
-        for output in recording.outputs.values():
-            _poison(output)
-        self._pool.poison()
-        # Outputs and pads may be slots, or views of them: what counts is the batch as drawn.
-        self._inputs.load(batch, rows)
-        return self._compare(recording, eager, size)
+        inputs = {_memory(tensor) for tensor in (*kept, *self._state, self._inputs.arena)}
+        own = [t for t in recording.outputs.values() if _memory(t) not in inputs and _distinct(t)]
+        before = [output.clone() for output in own]
+        try:
+            for output in own:
+                _poison(output)
+            self._pool.poison()
+            return self._compare(recording, eager, size)
+        finally:
+            # An output may lie in memory that nobody told us of: it gets its contents back.
+            with torch.inference_mode():
+                for output, contents in zip(own, before, strict=True):
+                    output.copy_(contents)
 
     def check_live(self, recording: Recording, eager: BoundStep, size: int) -> float:
         """Replay on what the slots hold now and compare with `eager`; keeps what the replay did."""
@@ -87,21 +105,26 @@ class Verifier:
         before = self._save()
         recording.replay()
         replayed = {name: t[:rows].clone() for name, t in recording.outputs.items()}
-        slots = {f"slot {n}": t[:rows].clone() for n, t in self._slots(size).items()}
+        replayed |= self._changed(rows)
         after = self._save()
         try:
             self._restore(before)
             with torch.no_grad(), self._pool.outside():
                 outputs = {name: tensor[:rows] for name, tensor in eager().items()}
-            outputs |= {f"slot {n}": t[:rows] for n, t in self._slots(size).items()}
-            return compare(replayed | slots, outputs, f"bucket {size} with {rows} rows")
+            outputs |= self._changed(rows)
+            return compare(replayed, outputs, f"bucket {size} with {rows} rows")
         finally:
             self._restore(after)
-            for name, tensor in replayed.items():
-                recording.outputs[name][:rows].copy_(tensor)
+            with torch.inference_mode():
+                for name, output in recording.outputs.items():
+                    if _distinct(output):
+                        output[:rows].copy_(replayed[name])
 
-    def _slots(self, size: int) -> dict[str, torch.Tensor]:
-        return {name: self._inputs[name][:size] for name in self._inputs.slots}
+    def _changed(self, rows: int) -> dict[str, torch.Tensor]:
+        """Copies of what a step changes besides its outputs."""
+        slots = {f"slot {name}": self._inputs[name][:rows].clone() for name in self._inputs.slots}
+        state = {f"state {i}": t.clone().reshape(-1) for i, t in enumerate(self._state)}
+        return slots | state
 
     def _draw(self, rows: int) -> Mapping[str, torch.Tensor]:
         if self._example is not None:
@@ -130,7 +153,7 @@ class Verifier:
     def _restore(self, saved: tuple[Any, ...]) -> None:
         slots, state, on_host, on_device = saved
         self._inputs.restore(slots)
-        with torch.no_grad():
+        with torch.inference_mode():
             for tensor, value in zip(self._state, state, strict=True):
                 tensor.copy_(value)
         torch.set_rng_state(on_host)
@@ -143,7 +166,18 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 
 def _poison(tensor: torch.Tensor) -> None:
-    if tensor.is_floating_point():
-        tensor.fill_(float("nan"))
-    else:
-        tensor.fill_(-1 if tensor.dtype.is_signed else 1)
+    with torch.inference_mode():  # also where the step made its tensors in that mode
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        else:
+            tensor.fill_(-1 if tensor.dtype.is_signed else 1)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _distinct(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share memory, as those of an expanded tensor do."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return not any(length > 1 and stride == 0 for length, stride in sizes)

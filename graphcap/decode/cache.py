@@ -73,8 +73,16 @@ class PagedCache:
         return table
 
     def free(self, table: torch.Tensor) -> None:
-        """Give the blocks of a row of the block table back."""
-        self._free += [block for block in table.tolist() if block != NULL_BLOCK]
+        """Give the blocks of a row of the block table back.
+
+        Raises:
+            InputError: a block is free already; it would be given to two sequences. Nothing is freed.
+        """
+        blocks = [block for block in table.tolist() if block != NULL_BLOCK]
+        twice = sorted(set(blocks).intersection(self._free))
+        if twice:
+            raise InputError(f"cache blocks {twice} are free already; free a sequence once")
+        self._free += blocks
 
     def fill_random(self, seed: int) -> None:
         """Fill every real block from N(0, 1): what verification of a step reads there."""

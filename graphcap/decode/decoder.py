@@ -43,7 +43,8 @@ class Prompts:
     one joins the batch later, and the last batch gives every prompt its first new token.
 
     Raises:
-        InputError: no prompt, an empty one, a token outside the vocabulary, or no room in the cache.
+        InputError: no prompt, an empty one, a token outside the vocabulary, no new token asked for,
+            or no room in the cache.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class Prompts:
     ) -> None:
         if not prompts or not all(prompts):
             raise InputError("decoding needs at least one prompt, each of at least one token id")
+        if tokens < 1:
+            raise InputError(f"tokens: expected at least 1 new token a prompt, found {tokens}")
         for prompt in prompts:
             for token in prompt:
                 if not 0 <= token < vocab_size:

@@ -9,6 +9,7 @@ are watched: torch's dispatcher, graphcap's kernel layer, and Triton launches be
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ _CURES = {
     "nonzero": _FIXED_SHAPE,
     "masked_select": _FIXED_SHAPE,
     "index": _FIXED_SHAPE,
+    "index_put_": _FIXED_SHAPE,
     "bincount": "use torch.zeros(E).scatter_add_(0, ids, ones), whose length is fixed",
     "repeat_interleave": "pass output_size=, so that the length is known on the host",
 }
@@ -42,7 +44,11 @@ _HOST_READS: Mapping[Any, str] = {
     torch.Tensor.__array__: "numpy conversion",
     torch.Tensor.__repr__: "printing a tensor",
     torch.Tensor.__format__: "formatting a tensor",
+    torch.Tensor.apply_: ".apply_()",
+    torch.Tensor.map_: ".map_()",
 }
+_MASKS = (torch.bool, torch.uint8)
+_FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
 class StepGuard(TorchDispatchMode):
@@ -58,6 +64,7 @@ class StepGuard(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.replays_live = replays_live
+        self._thread = threading.get_ident()
         self._depth = 0  # above 0: inside an operation that was seen and allowed
 
     # -- what subclasses do with what they see ---------------------------------------------------
@@ -88,6 +95,14 @@ class StepGuard(TorchDispatchMode):
         keywords: dict[str, Any] = kwargs or {}
         if self._depth:
             return func(*args, **keywords)
+        if func is torch.ops.aten.detach_.default:  # torch.tensor() calls it on its new tensor
+            return func(*args, **keywords)
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            # Composite operations arrive whole in inference mode; see what they are made of.
+            with self:
+                result = func.decompose(*args, **keywords)
+            if result is not NotImplemented:
+                return result
         self._refuse_dispatch(func, args, keywords)
         self._depth += 1
         try:
@@ -108,7 +123,7 @@ class StepGuard(TorchDispatchMode):
             self._depth -= 1
 
     def _triton_launch(self, kernel: str) -> None:
-        if not self._depth:
+        if not self._depth and threading.get_ident() == self._thread:
             raise CaptureError(
                 f"the Triton kernel {kernel!r} was launched at {calling_line()} where the tape "
                 f"cannot see its arguments; wrap the launch with graphcap.operations.operation, or "
@@ -121,7 +136,8 @@ class StepGuard(TorchDispatchMode):
         packet = func.overloadpacket.__name__
         returns = func._schema.returns
         tags = func.tags
-        if _is_data_dependent(func, packet, args, kwargs, tags):
+        on_device = not self.replays_live and _reads_mask_on_host(packet, args)
+        if on_device or _is_data_dependent(func, packet, args, kwargs, tags):
             what = _SPOKEN.get(packet, f"aten.{packet}")
             raise self._refusal(
                 what,
@@ -179,8 +195,16 @@ class _HostReadGuard(TorchFunctionMode):
                 what = _HOST_READS.get(func)
             except TypeError:  # an unhashable callable is none of ours
                 what = None
+            if func is torch.Tensor.__dlpack__ and args[0].is_cpu:  # on a device no host sees it
+                what = "DLPack export"
             if what is not None:
                 raise self._guard._refusal(what, "it copies a tensor to the host", _KEEP_ON_DEVICE)
+            if func in _FROM_VALUES and args and _lists_tensors(args[0]):
+                raise self._guard._refusal(
+                    f"torch.{func.__name__} of a list of tensors",
+                    "it copies their values through the host",
+                    "use torch.stack, which stays on the device",
+                )
         return func(*args, **(kwargs or {}))
 
 
@@ -189,12 +213,23 @@ def _is_data_dependent(
 ) -> bool:
     if packet == "index":
         indices = args[1] if len(args) > 1 else kwargs.get("indices", ())
-        return any(
-            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices
-        )
+        return any(isinstance(i, torch.Tensor) and i.dtype in _MASKS for i in indices)
     if packet == "repeat_interleave":
         return kwargs.get("output_size") is None
     return torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+
+
+def _reads_mask_on_host(packet: str, args: tuple[Any, ...]) -> bool:
+    """Whether a masked assignment counts the mask on the host, as any but of one value does on CUDA."""
+    if packet not in ("index_put", "index_put_") or args[2].numel() == 1:
+        return False
+    return any(isinstance(i, torch.Tensor) and i.dtype in _MASKS for i in args[1])
+
+
+def _lists_tensors(data: Any) -> bool:
+    return isinstance(data, (list, tuple)) and any(
+        isinstance(item, torch.Tensor) or _lists_tensors(item) for item in data
+    )
 
 
 def _is_tensor_type(kind: Any) -> bool:

@@ -31,12 +31,13 @@ def out_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         keywords = {key: value for key, value in kwargs.items() if key in accepted}
         keywords.update(zip(names, outputs, strict=True))
         return partial(overload, *args, **keywords), generated
-    return partial(_run_and_copy, func, args, kwargs, outputs), True
+    return partial(run_and_copy, func, args, kwargs, outputs), True
 
 
-def _run_and_copy(
+def run_and_copy(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[Any, ...]
 ) -> None:
+    """Run `func` again and copy its results to the recorded ones, `outputs`."""
     again = func(*args, **kwargs)
     for target, source in zip(
         outputs, again if isinstance(again, (tuple, list)) else (again,), strict=True

@@ -17,10 +17,10 @@ import torch
 
 from graphcap.census import Call, Census
 from graphcap.errors import CaptureError, StateError
-from graphcap.operations import Operation
+from graphcap.operations import Operation, current_observer
 from graphcap.recorders.base import BoundStep, Recorder, Recording
 from graphcap.recorders.guard import StepGuard
-from graphcap.recorders.out_variants import out_call
+from graphcap.recorders.out_variants import out_call, run_and_copy
 from graphcap.recorders.source import calling_line
 
 
@@ -46,6 +46,8 @@ class TapeTrace(StepGuard):
         self.entries: list[Entry] = []
         self.own_bytes = 0
         """Bytes of storage that recorded operations returned and the tape now keeps alive."""
+        self.inference = False
+        """Whether the step made tensors under ``torch.inference_mode``: only there may they be written."""
         self._owned: set[int] = set()
 
     def called(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -60,30 +62,39 @@ class TapeTrace(StepGuard):
 
     def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = _written(func, args, kwargs)
-        before = [tensor.data_ptr() for tensor in written]
+        before = [(tensor.data_ptr(), tensor.shape) for tensor in written]
         result = func(*args, **kwargs)
-        if written or func._schema.is_mutable:
-            if [tensor.data_ptr() for tensor in written] != before:
-                raise self._refusal(
-                    str(func),
-                    "it resized the tensor that it writes to, which moves its address",
-                    "give it an output of the right shape",
-                )
-            self._append(func, partial(func, *args, **kwargs), allocates=False)
-            return result
+        self.inference = self.inference or any(
+            t.is_inference() for t in _tensors([result, written])
+        )
+        if [(tensor.data_ptr(), tensor.shape) for tensor in written] != before:
+            raise self._refusal(
+                str(func),
+                "it resized the tensor that it writes to, which changes its shape or address",
+                "give it an output of the right shape",
+            )
         inputs = {_storage(t) for t in _tensors((args, kwargs))}
         fresh = [t for t in _tensors(result) if _storage(t) not in inputs]
-        if func.overloadpacket.__name__ == "lift_fresh":
-            # A constant that torch.tensor() made from Python values. The step may write into it, so
-            # each replay has to see the values of now.
-            self._append(func, partial(result.copy_, result.clone()), allocates=False)
-            return result
-        if not fresh:  # a view, or a query
-            return result
         for tensor in fresh:
             if _storage(tensor) not in self._owned:
                 self._owned.add(_storage(tensor))
                 self.own_bytes += tensor.untyped_storage().nbytes()
+        if written or func._schema.is_mutable:
+            if fresh:  # it changes an argument and returns new storage as well
+                again = partial(run_and_copy, func, args, kwargs, _results(result))
+                self._append(func, again, allocates=True)
+            else:
+                self._append(func, partial(func, *args, **kwargs), allocates=False)
+            return result
+        if func.overloadpacket.__name__ == "lift_fresh":
+            # A constant that torch.tensor() made from Python values. The step may write into it, so
+            # each replay has to see the values of now. Memory that is not torch's own (a numpy array,
+            # whose storage cannot be resized) belongs to somebody else: it is read as it is.
+            if result.untyped_storage().resizable():
+                self._append(func, partial(result.copy_, result.clone()), allocates=False)
+            return result
+        if not fresh:  # a view, or a query
+            return result
         call, allocates = out_call(func, args, kwargs, result)
         if call is not None:
             self._append(func, call, allocates=allocates)
@@ -97,6 +108,7 @@ class TapeRecording(Recording):
     def __init__(self, trace: TapeTrace, outputs: Mapping[str, torch.Tensor]) -> None:
         self.outputs = outputs
         self.nbytes = trace.own_bytes
+        self._mode = torch.inference_mode if trace.inference else torch.no_grad
         self._calls: tuple[Callable[[], object], ...] | None = tuple(e.call for e in trace.entries)
         self._census = Census.of(entry.counted for entry in trace.entries)
 
@@ -104,7 +116,7 @@ class TapeRecording(Recording):
         calls = self._calls
         if calls is None:
             raise StateError("this recording is closed and cannot be replayed; capture again")
-        with torch.no_grad():
+        with self._mode():
             for call in calls:
                 call()
 
@@ -129,6 +141,11 @@ class TapeRecorder(Recorder):
             return step()
 
     def record(self, step: BoundStep, bucket: int) -> TapeRecording:
+        if current_observer() is not None:
+            raise StateError(
+                "a recording was started inside a step that is being recorded; recordings do not "
+                "nest: end that one first"
+            )
         trace = TapeTrace(self.device)
         try:
             with torch.no_grad(), trace.watching():
@@ -181,6 +198,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
+
+
+def _results(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
 def _storage(tensor: torch.Tensor) -> int:

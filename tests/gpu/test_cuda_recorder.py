@@ -1,0 +1,379 @@
+"""The cuda recorder on a real device; counts come from the profiler and the driver, not from us."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from graphcap import (
+    BucketLadder,
+    BufferPool,
+    CaptureManager,
+    PadPolicy,
+    Settings,
+    Slot,
+    StaticInputs,
+)
+from graphcap.census import GraphNode
+from graphcap.decode.measure import activity
+from graphcap.errors import CaptureError, StaleRecordingError, StateError
+from graphcap.recorders.cuda import CudaRecorder
+from graphcap.recorders.graph_nodes import GraphReader
+from graphcap.recorders.select import probe_capture
+
+WIDTH = 64
+SLOTS = {
+    "x": Slot((WIDTH,), torch.float32, PadPolicy.ZERO),
+    "count": Slot((), torch.int64, PadPolicy.fill(-1)),
+}
+
+
+class ToyStep:
+    """A linear layer on the pool, a random draw, and a slot that advances."""
+
+    def __init__(self, pool, device):
+        self.weight = torch.randn(WIDTH, WIDTH, device=device)
+        self.pool = pool
+        self.calls = 0
+        self.fail_at = {}
+
+    def __call__(self, inputs):
+        self.calls += 1
+        x = inputs["x"]
+        hidden = self.pool.take("hidden", (x.shape[0], WIDTH), torch.float32)
+        torch.mm(x, self.weight, out=hidden)
+        if x.shape[0] in self.fail_at:
+            self.fail_at[x.shape[0]](hidden)
+        y = torch.relu(hidden) + 1
+        self.pool.release("hidden")
+        inputs["count"].add_(1)
+        return {"y": y, "count": inputs["count"] * 2}
+
+
+def make(device, max_batch=8, sizes=None, step_class=ToyStep, **settings):
+    pool = BufferPool(device)
+    step = step_class(pool, device)
+    inputs = StaticInputs(max_batch, SLOTS, device)
+    ladder = BucketLadder(sizes, max_batch) if sizes else None
+    manager = CaptureManager(
+        step, inputs, pool=pool, ladder=ladder, settings=Settings(recorder="cuda", **settings)
+    )
+    return manager, step
+
+
+def batch(rows, device):
+    return {
+        "x": torch.randn(rows, WIDTH, device=device),
+        "count": torch.arange(rows, device=device),
+    }
+
+
+def expected(step, x):
+    return torch.relu(x @ step.weight) + 1
+
+
+def test_capture_works_here(device):
+    probe = probe_capture(device)
+    assert probe.works, probe.detail
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+def test_a_replay_equals_the_step(device, rows):
+    manager, step = make(device)
+    report = manager.capture()
+    assert report.recorder == "cuda"
+    assert not report.failures
+    calls = step.calls
+    given = batch(rows, device)
+    out = manager.run(given)
+    torch.testing.assert_close(out["y"], expected(step, given["x"]), rtol=1e-4, atol=1e-4)
+    assert out["count"].tolist() == [2 * (i + 1) for i in range(rows)]
+    assert step.calls == calls, "a replay must not run the model's Python"
+
+
+def test_one_launch_and_no_allocation_seen_by_the_profiler(device):
+    manager, _ = make(device)
+    manager.capture()
+    for rows in range(1, 9):
+        manager.run(batch(rows, device))
+        seen = activity(manager.run, device)
+        assert seen.calls == {"cudaGraphLaunch": 1}
+        assert seen.allocations == 0
+
+
+def test_a_batch_arrives_in_one_launch(device):
+    manager, _ = make(device)
+    manager.capture()
+    on_device = batch(4, device)
+    manager.run(on_device)
+    seen = activity(lambda: manager.run(on_device), device)
+    assert seen.launches == 2, seen.calls
+    on_host = {name: tensor.cpu() for name, tensor in on_device.items()}
+    manager.run(on_host)
+    for rows in (4, 3):  # also when the row count changes with it
+        given = {name: tensor[:rows] for name, tensor in on_host.items()}
+        seen = activity(lambda given=given: manager.run(given), device)
+        assert seen.launches == 2, seen.calls
+        assert seen.calls["cudaGraphLaunch"] == 1
+
+
+def test_host_batches_in_quick_succession_do_not_overwrite_each_other(device):
+    manager, step = make(device)
+    manager.capture()
+    given = [batch(5, "cpu") for _ in range(40)]
+    results = [manager.run(b)["y"].clone() for b in given]
+    for b, result in zip(given, results, strict=True):
+        want = expected(step, b["x"].to(device))
+        torch.testing.assert_close(result, want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_census_is_the_graph_itself(device):
+    recorder = CudaRecorder(device)
+    x = torch.randn(4, 4, device=device)
+    y = torch.empty_like(x)
+
+    def step():
+        torch.mm(x, x, out=y)
+        y.copy_(x)
+        y.zero_()
+        return {"y": torch.relu(y)}
+
+    recorder.warm_up(step)
+    kept = torch.cuda.CUDAGraph(keep_graph=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        kept.capture_begin()
+        step()
+        kept.capture_end()
+    from cuda.bindings import driver
+
+    seen = GraphReader().nodes(driver.CUgraph(kept.raw_cuda_graph()))
+    recording = recorder.record(step, 4)
+    census = recording.census()
+    assert sum(census.nodes.values()) == len(seen) == census.total
+    kinds = {}
+    for node in seen:
+        kinds[node.kind] = kinds.get(node.kind, 0) + 1
+    assert dict(census.nodes) == kinds
+    assert sum(row.nodes for row in census.rows) == census.total
+    kernels = [node for node in seen if isinstance(node, GraphNode) and node.kernel]
+    assert kernels
+    assert all(k.grid[0] >= 1 and k.block[0] >= 1 for k in kernels)
+    assert sum(row.count for row in census.kernels) == len(kernels)
+
+
+def test_random_numbers_advance_and_a_seed_reproduces_them(device):
+    x = torch.zeros(1000, device=device)
+
+    def step(inputs):
+        return {"y": inputs["x"] + torch.rand_like(inputs["x"])}
+
+    inputs = StaticInputs(2, {"x": Slot((1000,), torch.float32)}, device)
+    manager = CaptureManager(step, inputs, settings=Settings(recorder="cuda"))
+    assert not manager.capture().failures
+    manager.run({"x": x[None]})
+    torch.manual_seed(5)
+    first = manager.run()["y"].clone()
+    second = manager.run()["y"].clone()
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    assert torch.equal(manager.run()["y"], first)
+    assert torch.equal(manager.run()["y"], second)
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        (".item()", lambda h: h.sum().item()),
+        ("nonzero", lambda h: h.nonzero()),
+        ("index", lambda h: h[h > 0]),
+        (".cpu()", lambda h: h.cpu()),
+        ("copies between", lambda h: h.copy_(torch.zeros(h.shape))),
+        ("ValueError", lambda h: (_ for _ in ()).throw(ValueError("from the step"))),
+        ("synchron|capture", lambda h: torch.cuda.synchronize()),
+        ("synchron|capture", lambda h: torch.cuda.current_stream().synchronize()),
+    ],
+    ids=["item", "nonzero", "mask", "cpu", "host copy", "raise", "device sync", "stream sync"],
+)
+def test_a_fault_costs_its_bucket_only(device, what, fault):
+    manager, step = make(device)
+    armed = threading.Event()
+
+    def only_while_recording(hidden):
+        if torch.cuda.is_current_stream_capturing():
+            armed.set()
+            fault(hidden)
+
+    step.fail_at[4] = only_while_recording
+    report = manager.capture()
+    assert armed.is_set()
+    assert set(report.failures) == {4}
+    assert __file__ in report.failures[4]
+    import re
+
+    assert re.search(what, report.failures[4]), report.failures[4]
+    for rows in (1, 2, 3, 4, 5, 8):
+        given = batch(rows, device)
+        out = manager.run(given)
+        torch.testing.assert_close(out["y"], expected(step, given["x"]), rtol=1e-4, atol=1e-4)
+    assert manager.stats().fallbacks == {"not_recorded": 2}
+    assert torch.rand(3, device=device).isfinite().all()
+
+
+def test_out_of_memory_while_recording_gives_everything_back(device):
+    manager, step = make(device)
+
+    def hog(hidden):
+        if torch.cuda.is_current_stream_capturing():
+            step.hogged = [torch.empty(2**38, device=device) for _ in range(2)]
+
+    step.fail_at[2] = hog
+    report = manager.capture()
+    assert set(report.failures) == {2}
+    assert "memory" in report.failures[2]
+    for rows in (1, 3, 8):
+        given = batch(rows, device)
+        torch.testing.assert_close(
+            manager.run(given)["y"], expected(step, given["x"]), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_a_failed_recording_returns_its_memory(device):
+    torch.cuda.synchronize()
+    manager, step = make(device, max_batch=2, sizes=[2])
+
+    def big_then_fail(hidden):
+        if torch.cuda.is_current_stream_capturing():
+            held = torch.zeros(2**28, device=device)  # 1 GiB in the graph's pool
+            raise ValueError(f"after taking {held.numel()}")
+
+    step.fail_at[2] = big_then_fail
+    free_before, _ = torch.cuda.mem_get_info()
+    assert set(manager.capture().failures) == {2}
+    gc.collect()
+    torch.cuda.empty_cache()
+    free_after, _ = torch.cuda.mem_get_info()
+    assert free_before - free_after < 64 * 2**20
+
+
+def test_outputs_survive_allocator_churn(device):
+    manager, step = make(device)
+    manager.capture()
+    given = batch(8, device)
+    for _ in range(20):
+        junk = [torch.full((2**20,), float("nan"), device=device) for _ in range(8)]
+        del junk
+        gc.collect()
+        torch.cuda.empty_cache()
+        out = manager.run(given)
+        torch.testing.assert_close(out["y"], expected(step, given["x"]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_rebound_weight_is_named_and_a_copied_one_is_used(device):
+    manager, step = make(device)
+    manager.capture()
+    given = batch(3, device)
+    with torch.no_grad():
+        step.weight.copy_(torch.randn_like(step.weight))
+    torch.testing.assert_close(
+        manager.run(given)["y"], expected(step, given["x"]), rtol=1e-4, atol=1e-4
+    )
+    step.weight = torch.randn_like(step.weight)
+    with pytest.raises(StaleRecordingError, match="weight"):
+        manager.run(given)
+
+
+def test_garbage_collection_is_held_during_capture_and_restored(device):
+    manager, step = make(device, sizes=[8])
+    seen = []
+
+    def look(hidden):
+        if torch.cuda.is_current_stream_capturing():
+            seen.append(gc.isenabled())
+
+    step.fail_at[8] = look
+    assert gc.isenabled()
+    manager.capture()
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_smaller_buckets_share_the_memory_of_the_largest(device):
+    class Wide(ToyStep):
+        def __call__(self, inputs):
+            # Intermediates outside the pool: 32 MiB a row in the graph's own memory.
+            big = inputs["x"][:, :1] + torch.zeros(inputs["x"].shape[0], 2**23, device=device)
+            return {"y": inputs["x"] + big[:, :WIDTH]}
+
+    manager, _ = make(device, step_class=Wide)
+    report = manager.capture()
+    assert not report.failures
+    sizes = {bucket.size: bucket.nbytes for bucket in report.buckets}
+    assert sizes[8] >= 8 * 2**25
+    assert sum(sizes[size] for size in (1, 2, 4)) < 32 * 2**20
+    # 2 MiB is the allocator's granularity for small blocks, three buckets' worth of graphs included
+
+
+def test_recording_inside_a_capture_is_refused(device):
+    recorder = CudaRecorder(device)
+    x = torch.ones(4, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(StateError, match="another capture"):
+        recorder.record(lambda: {"y": x + 1}, 4)
+
+
+def test_other_threads_may_use_the_device_during_capture(device):
+    manager, step = make(device)
+    stop = threading.Event()
+    done = []
+
+    def work():
+        while not stop.is_set():
+            done.append(float(torch.rand(64, device=device).sum()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        report = manager.capture()
+    finally:
+        stop.set()
+        thread.join()
+    assert not report.failures
+    assert done
+    given = batch(3, device)
+    torch.testing.assert_close(
+        manager.run(given)["y"], expected(step, given["x"]), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_memory_does_not_grow_over_replays(device):
+    manager, _ = make(device)
+    manager.capture()
+    given = [batch(rows, "cpu") for rows in range(1, 9)]
+    for b in given:
+        manager.run(b)
+    torch.cuda.synchronize()
+    before = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+    for _ in range(300):
+        for b in given:
+            manager.run(b)
+    torch.cuda.synchronize()
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+def test_closing_gives_the_graphs_back(device):
+    manager, _ = make(device)
+    manager.capture()
+    manager.run(batch(3, device))
+    manager.close()
+    manager.close()
+    with pytest.raises(StateError, match="closed"):
+        manager.run(batch(3, device))
+
+
+def test_strict_raises_where_a_bucket_fails(device):
+    manager, step = make(device, strict=True)
+    step.fail_at[4] = lambda h: h.sum().item()
+    with pytest.raises(CaptureError, match="item"):
+        manager.capture()
