@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from graphcap import __version__
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.decoder import Decoder, EagerDecoder, Prompts
 from graphcap.decode.kernels import DecodeKernels, decode_kernels
-from graphcap.decode.measure import activity, host_microseconds
+from graphcap.decode.measure import activity, host_microseconds, host_times
 from graphcap.decode.random_weights import random_weights
 from graphcap.decode.shapes import preset
 from graphcap.decode.weights import ModelWeights
@@ -95,6 +96,10 @@ def main() -> None:
             for batch in batches
         ],
     }
+    # Counted last: the profiler stays attached and makes every later launch slower.
+    for row in result["batches"]:
+        for way, seen in row.pop("counts")().items():
+            row[way].update(asdict(seen))
     print_table(result)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -145,32 +150,31 @@ def measure(
     for _ in range(10):
         eager_ms.append(event_ms(eager.run, 2))
         replay_ms.append(event_ms(run, 10))
-    eager_seen, replay_seen = activity(eager.run, DEVICE), activity(run, DEVICE)
-    host = host_microseconds(run, DEVICE, 50)
-    queued = queued_microseconds(run, 20)
+    host = host_times(run, DEVICE, 100)
+    queued = statistics.median(queued_microseconds(run, 10) for _ in range(10))
+    alone = host_microseconds(manager.recording(batch).replay, DEVICE, 50)
     eager_laid.close()
     replay_laid.close()
+
+    def counts() -> dict[str, Any]:
+        return {"eager": activity(eager.run, DEVICE), "replay": activity(run, DEVICE)}
+
     return {
+        "counts": counts,
         "batch": batch,
         "tokens_equal": by_eager.token_ids == by_replay.token_ids,
         "tokens_compared": batch * tokens,
         "distinct_tokens": distinct,
         "eager": {
             "ms": statistics.median(eager_ms),
-            "launches": eager_seen.launches,
-            "operations": eager_seen.operations,
-            "allocations": eager_seen.allocations,
-            "calls": eager_seen.calls,
         },
         "replay": {
             "ms": statistics.median(replay_ms),
             "ms_all": replay_ms,
-            "launches": replay_seen.launches,
-            "operations": replay_seen.operations,
-            "allocations": replay_seen.allocations,
-            "calls": replay_seen.calls,
-            "host_us": host,
+            "host_us": statistics.median(host),
+            "host_us_quartiles": [host[25], host[75]],
             "host_us_queued": queued,
+            "host_us_replay_alone": alone,
         },
     }
 
@@ -227,7 +231,8 @@ def print_table(result: dict[str, Any]) -> None:
             f"batch {row['batch']:3}: eager {e['ms']:8.3f} ms {e['launches']:5} launches "
             f"{e['allocations']:5} allocations | replay {r['ms']:7.3f} ms {r['launches']} launch "
             f"{r['allocations']} allocations {r['operations']} operations, host {r['host_us']:.1f} "
-            f"(queued {r['host_us_queued']:.1f}) µs | tokens equal {row['tokens_equal']} "
+            f"{r['host_us_quartiles']} (queued {r['host_us_queued']:.1f}, alone "
+            f"{r['host_us_replay_alone']:.1f}) µs | tokens equal {row['tokens_equal']} "
             f"({row['distinct_tokens']} distinct of {row['tokens_compared']})"
         )
     capture = result["capture"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -14,9 +15,10 @@ from torch.nn.modules import module as nn_module
 from graphcap.errors import StaleRecordingError, VerificationError
 
 _MAX_DEPTH = 12
-_WINDOW = 16
-_CHECKED_WHOLE = 64
+_WINDOW = 8
+_CHECKED_WHOLE = 32
 _ABSENT = object()
+_GONE = (IndexError, ValueError)  # a list that became shorter, a closure variable that was deleted
 _MODULE_INNARDS = frozenset(vars(torch.nn.Module()))
 _NOT_LOOKED_INTO = (
     "builtins",
@@ -53,14 +55,18 @@ class Watched:
     address: int | None = None
     storage: Any = None
 
-    def found(self) -> Any:
+    def finder(self) -> Callable[[], Any]:
+        """Looks the value up where it was found; runs in C. Raises where the place is gone."""
         if isinstance(self.holder, dict):
-            return self.holder.get(self.key, _ABSENT)
+            return functools.partial(self.holder.get, self.key, _ABSENT)
         if isinstance(self.holder, (list, tuple)):
-            return self.holder[self.key] if self.key < len(self.holder) else _ABSENT
+            return functools.partial(operator.getitem, self.holder, self.key)
+        return functools.partial(getattr, self.holder, self.key, _ABSENT)
+
+    def found(self) -> Any:
         try:
-            return getattr(self.holder, self.key, _ABSENT)
-        except ValueError:  # a closure variable that was deleted
+            return self.finder()()
+        except _GONE:
             return _ABSENT
 
     def fault(self) -> str | None:
@@ -81,13 +87,35 @@ class Watched:
         return self.name, id(self.value), self.address
 
 
+class _Window:
+    """Some watched items, compared in loops that run in C: this happens before every replay."""
+
+    def __init__(self, items: Sequence[Watched]) -> None:
+        tensors = [item for item in items if item.address is not None]
+        self.items = tuple(items)
+        self._finders = tuple(item.finder() for item in items)
+        self._values = tuple(item.value for item in items)
+        self._addresses = [item.address for item in tensors]
+        self._data_ptrs = tuple(item.value.data_ptr for item in tensors)
+
+    def holds(self) -> bool:
+        try:
+            found = [find() for find in self._finders]
+        except _GONE:
+            return False
+        return (
+            all(map(operator.is_, found, self._values))
+            and [data_ptr() for data_ptr in self._data_ptrs] == self._addresses
+        )
+
+
 class Fingerprint:
     """Finds out before a replay whether something the recording points at was rebound or moved.
 
     What is watched: every tensor that can be reached by name from the step (its object, modules,
     closure, default arguments and the globals it names), the objects on the way to them, and `extra`.
-    Up to 64 names are all compared at each check. Of more, each check compares the next 16, so a
-    moved one is found within count / 16 replays; a parameter, buffer or module that is *assigned* on
+    Up to 32 names are all compared at each check. Of more, each check compares the next 8, so a
+    moved one is found within count / 8 replays; a parameter, buffer or module that is *assigned* on
     any `torch.nn.Module` makes the next check compare all. The memory itself stays alive as long as
     the fingerprint.
 
@@ -109,6 +137,10 @@ class Fingerprint:
             found = [item for item in found if item.identity in settled]
         found += [_watch(name, dict(extra), name, tensor) for name, tensor in extra.items()]
         self.watched = tuple(found)
+        width = len(found) if len(found) <= _CHECKED_WHOLE else _WINDOW
+        self._windows = [
+            _Window(found[start : start + width]) for start in range(0, len(found), width or 1)
+        ]
         self._next = 0
         self._all_due = False
         # nn.Module.__setattr__ announces a new parameter or buffer to these hooks, also a rebound one.
@@ -120,15 +152,17 @@ class Fingerprint:
 
     def check(self) -> None:
         """Raises `StaleRecordingError` with the name of what changed."""
-        watched = self.watched
-        if self._all_due or len(watched) <= _CHECKED_WHOLE:
-            self._all_due = False
-            due = watched
-        else:
-            start = self._next
-            due = watched[start : start + _WINDOW]
-            self._next = 0 if start + _WINDOW >= len(watched) else start + _WINDOW
-        for item in due:
+        if self._all_due:
+            self._check_all()
+        elif self._windows:
+            due = self._next
+            self._next = due + 1 if due + 1 < len(self._windows) else 0
+            if not self._windows[due].holds():
+                self._check_all()
+
+    def _check_all(self) -> None:
+        self._all_due = False
+        for item in self.watched:
             fault = item.fault()
             if fault is not None:
                 self._all_due = True  # it stays wrong: say so at every replay
@@ -146,6 +180,7 @@ class Fingerprint:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._windows = []
         self.watched = ()
 
     def _assigned(self, *_: Any) -> None:
@@ -243,6 +278,9 @@ def _children(value: Any) -> Iterator[tuple[Any, str, Any, Any]]:
         yield value.func, "", value, "func"
         yield value.args, ".args", value, "args"
         yield value.keywords, ".keywords", value, "keywords"
+    elif hasattr(value, "__func__"):  # a bound method; it shows its function's __code__ as well
+        yield value.__self__, "", value, "__self__"
+        yield value.__func__, "", value, "__func__"
     elif hasattr(value, "__code__"):
         for free, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
@@ -254,9 +292,6 @@ def _children(value: Any) -> Iterator[tuple[Any, str, Any, Any]]:
                 yield value.__globals__[used], f".{used}", value.__globals__, used
         yield value.__defaults__, ".defaults", value, "__defaults__"
         yield value.__kwdefaults__, ".defaults", value, "__kwdefaults__"
-    elif hasattr(value, "__func__"):
-        yield value.__self__, "", value, "__self__"
-        yield value.__func__, "", value, "__func__"
     elif isinstance(value, torch.nn.Module):
         for members in (value._parameters, value._buffers, value._modules):
             for key, child in list(members.items()):
@@ -268,9 +303,11 @@ def _children(value: Any) -> Iterator[tuple[Any, str, Any, Any]]:
     else:
         for key, child in list(getattr(value, "__dict__", {}).items()):
             yield child, f".{key}", value, key
-        for key in getattr(type(value), "__slots__", ()):
-            if isinstance(key, str) and hasattr(value, key):
-                yield getattr(value, key), f".{key}", value, key
+        for kind in type(value).__mro__:
+            slots = vars(kind).get("__slots__", ())
+            for key in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(value, key):
+                    yield getattr(value, key), f".{key}", value, key
         yield from _code_of(type(value), "__call__")
 
 
@@ -294,9 +331,7 @@ def _is_container(value: Any) -> bool:
         return True
     if isinstance(value, type) or type(value).__name__ == "module":
         return False
-    home = type(value).__module__
-    if hasattr(value, "__code__"):
-        return not value.__module__.startswith(("torch", "triton")) if value.__module__ else True
     if hasattr(value, "__func__"):
         return True
-    return not home.startswith(_NOT_LOOKED_INTO)
+    home = value.__module__ or "" if hasattr(value, "__code__") else type(value).__module__
+    return not any(home == name or home.startswith(f"{name}.") for name in _NOT_LOOKED_INTO)

@@ -52,6 +52,21 @@ _REMEDIES = {
 }
 
 
+class _Served:
+    """What one bucket has served so far, and the views it returns by row count."""
+
+    __slots__ = ("replays", "rows", "size", "views")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.replays = self.rows = 0
+        self.views: dict[int, dict[str, torch.Tensor]] = {}
+
+    @property
+    def padding_rows(self) -> int:
+        return self.replays * self.size - self.rows
+
+
 class CaptureManager:
     """Owns the recordings of one step.
 
@@ -99,15 +114,14 @@ class CaptureManager:
         self._lock = threading.Lock()
         self._state = "new"
         self._recordings: dict[int, Recording] = {}
-        self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        self._served: dict[int, _Served] = {size: _Served(size) for size in self.ladder}
+        self._steady: tuple[_Served, int] | None = None  # the last run was a replay of so many rows
         self._failures: dict[int, str] = {}
         self._failure_reasons: dict[int, str] = {}
         self._fingerprint: Fingerprint | None = None
         self._report: CaptureReport | None = None
         self._overflow: dict[str, torch.Tensor] | None = None
-        self._steps = self._rows = self._verified = 0
-        self._replays: Counter[int] = Counter()
-        self._padding: Counter[int] = Counter()
+        self._verified = self._fallback_rows = 0
         self._fallbacks: Counter[str] = Counter()
 
     # -- capture ---------------------------------------------------------------------------------
@@ -270,7 +284,8 @@ class CaptureManager:
                 )
             self._failures[size] = str(failure)
             self._failure_reasons[size] = reason
-            logger.warning("bucket %d is not recorded and will run eagerly: %s", size, failure)
+            # The text, not the error: a handler that keeps records would keep the step's tensors.
+            logger.warning("bucket %d is not recorded and will run eagerly: %s", size, str(failure))
             if self.settings.strict:
                 raise failure from error
 
@@ -324,46 +339,60 @@ class CaptureManager:
         if current_observer() is not None or not self._lock.acquire(blocking=False):
             raise self._busy("run()")
         try:
-            if self._state != "recorded":
-                raise StateError(
-                    f"run() was called on a manager that is {self._state}; "
-                    + ("make a new one" if self._state == "closed" else "call capture() first")
-                )
-            if self._overflow is not None and not batch and rows in (None, len_of(self._overflow)):
-                return self._fall_back(self._overflow, len_of(self._overflow), "above_max_batch")
-            count = self.inputs.check(batch or {}, rows)
-            if agreed_batch is not None and agreed_batch < count:
-                raise InputError(
-                    f"agreed_batch is {agreed_batch} but this rank has {count} rows; "
-                    f"agree on the maximum over all ranks"
-                )
-            size = self.ladder.bucket_for(agreed_batch or count)
-            recording = self._recordings.get(size) if size is not None else None
-            if size is None or recording is None:
-                reason = "above_max_batch" if size is None else self._failure_reasons[size]
-                return self._fall_back(batch or {}, count, reason)
-            assert self._fingerprint is not None
-            self._fingerprint.check()
-            self._overflow = None
-            if batch or count != self.inputs.rows:
-                self.inputs.load(batch or {}, count)
-            every = self.settings.verify_every
-            if every and (sum(self._replays.values()) + 1) % every == 0:
-                self._verifier.check_live(recording, self._bound(size), size)
-                self._verified += 1
-            else:
-                recording.replay()
-            self._replays[size] += 1
-            self._steps += 1
-            self._rows += count
-            self._padding[size] += size - count
-            views = self._views.get((size, count))
-            if views is None:
-                views = {name: tensor[:count] for name, tensor in recording.outputs.items()}
-                self._views[(size, count)] = views
-            return views
+            steady = self._steady
+            if steady is not None and batch is None and rows is None and agreed_batch is None:
+                served, count = steady
+                if count == self.inputs.rows:
+                    return self._replay(served, count)
+            return self._run(batch or {}, rows, agreed_batch)
         finally:
             self._lock.release()
+
+    def _run(
+        self, batch: Mapping[str, torch.Tensor], rows: int | None, agreed_batch: int | None
+    ) -> Mapping[str, torch.Tensor]:
+        if self._state != "recorded":
+            raise StateError(
+                f"run() was called on a manager that is {self._state}; "
+                + ("make a new one" if self._state == "closed" else "call capture() first")
+            )
+        if self._overflow is not None and not batch and rows in (None, len_of(self._overflow)):
+            return self._fall_back(self._overflow, len_of(self._overflow), "above_max_batch")
+        count = self.inputs.check(batch, rows)
+        if agreed_batch is not None and agreed_batch < count:
+            raise InputError(
+                f"agreed_batch is {agreed_batch} but this rank has {count} rows; "
+                f"agree on the maximum over all ranks"
+            )
+        size = self.ladder.bucket_for(agreed_batch or count)
+        if size is None or size not in self._recordings:
+            reason = "above_max_batch" if size is None else self._failure_reasons[size]
+            return self._fall_back(batch, count, reason)
+        return self._replay(self._served[size], count, batch)
+
+    def _replay(
+        self, served: _Served, count: int, batch: Mapping[str, torch.Tensor] | None = None
+    ) -> Mapping[str, torch.Tensor]:
+        assert self._fingerprint is not None
+        self._fingerprint.check()
+        if batch or count != self.inputs.rows:
+            self.inputs.load(batch or {}, count)
+        every = self.settings.verify_every
+        recording = self._recordings[served.size]
+        if every and (self._replays + 1) % every == 0:
+            self._verifier.check_live(recording, self._bound(served.size), served.size)
+            self._verified += 1
+        else:
+            recording.replay()
+        self._overflow = None
+        self._steady = (served, count)
+        served.replays += 1
+        served.rows += count
+        views = served.views.get(count)
+        if views is None:
+            views = {name: tensor[:count] for name, tensor in recording.outputs.items()}
+            served.views[count] = views
+        return views
 
     def _fall_back(
         self, batch: Mapping[str, torch.Tensor], count: int, reason: str
@@ -376,6 +405,7 @@ class CaptureManager:
             raise FallbackError(f"{text} and GRAPHCAP_STRICT=1 forbids eager steps; {remedy}")
         if self._fallbacks[reason] == 0:
             logger.warning("%s and runs eagerly, from now on without a message; %s", text, remedy)
+        self._steady = None
         slots = self._above_maximum(batch, count) if count > self.inputs.max_batch else None
         if slots is None:
             self._overflow = None
@@ -384,8 +414,7 @@ class CaptureManager:
         with torch.no_grad(), self.pool.outside(), self.pool.step():
             outputs = self.step(slots)
         self._fallbacks[reason] += 1
-        self._steps += 1
-        self._rows += count
+        self._fallback_rows += count
         return outputs
 
     def _above_maximum(
@@ -420,22 +449,27 @@ class CaptureManager:
             )
         return self._recordings[size]
 
+    @property
+    def _replays(self) -> int:
+        return sum(served.replays for served in self._served.values())
+
     def stats(self) -> ManagerStats:
         return ManagerStats(
             state=self._state,
             recorder=self.recorder.name,
-            steps=self._steps,
-            replays=sum(self._replays.values()),
+            steps=self._replays + self._fallbacks.total(),
+            replays=self._replays,
             fallbacks=dict(self._fallbacks),
-            rows=self._rows,
-            padding_rows=sum(self._padding.values()),
+            rows=sum(served.rows for served in self._served.values()) + self._fallback_rows,
+            padding_rows=sum(served.padding_rows for served in self._served.values()),
             input_launches=self.inputs.launches,
             verified=self._verified,
             pool_bytes=self.pool.nbytes,
             graph_bytes=0 if self._report is None else self._report.graph_bytes,
             capture_seconds=None if self._report is None else self._report.seconds,
             buckets=tuple(
-                BucketStats(size, self._replays[size], self._padding[size]) for size in self.ladder
+                BucketStats(served.size, served.replays, served.padding_rows)
+                for served in self._served.values()
             ),
             failures=dict(self._failures),
         )
@@ -458,8 +492,9 @@ class CaptureManager:
         for recording in self._recordings.values():
             recording.close()
         self._recordings.clear()
-        self._views.clear()
-        self._overflow = None
+        for served in self._served.values():
+            served.views.clear()
+        self._overflow = self._steady = None
         if self._fingerprint is not None:
             self._fingerprint.close()
             self._fingerprint = None

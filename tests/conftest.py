@@ -6,3 +6,6 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The models here are tiny: threads that wait for each other cost more than the work.
+torch.set_num_threads(1)

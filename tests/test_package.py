@@ -27,7 +27,9 @@ def test_import_takes_less_than_50_ms():
 
 
 def test_import_loads_no_heavy_module():
-    code = "import sys, graphcap; print([m for m in ('torch', 'triton', 'numpy') if m in sys.modules])"
+    code = (
+        "import sys, graphcap; print([m for m in ('torch', 'triton', 'numpy') if m in sys.modules])"
+    )
     assert _python(code) == "[]"
 
 

@@ -112,5 +112,13 @@ def test_the_same_step_is_planned_the_same_way():
     assert planned(found)[0] == planned(found)[0]
 
 
+def test_where_no_simple_order_fits_another_is_found():
+    """By size, by weight and by degree, first fit needs 2048 bytes here."""
+    found = [(0, 1, 512), (3, 4, 256), (2, 5, 512), (1, 4, 1024), (5, 8, 1024), (4, 7, 512)]
+    plan, conflicts = planned(found)
+    assert plan.total == plan.lower_bound == 1792
+    check(plan, conflicts)
+
+
 def test_nothing_to_place():
     assert plan_arena({}, {}, 0).total == 0

@@ -78,6 +78,8 @@ class ToyMoe:
         ]
         self.hits = torch.zeros(count + 1)
         """By expert; the last entry counts dropped pairs."""
+        self._none = torch.zeros((), dtype=torch.int32)
+        self._dropped = torch.tensor(count, dtype=torch.int32)
         self.runs = 0
 
     @property
@@ -112,7 +114,8 @@ class ToyMoe:
         ids = self.pool.take("hit_ids", (rows, self.top_k), torch.int32)
         self.pool.run(kernels.router_gemm, hidden, router, logits)
         self.pool.run(kernels.topk_softmax, logits, row_ids, weights, ids, True)
-        index = torch.where(ids < 0, self.experts, ids).long().view(-1)
+        # Tensors rather than Python numbers, for which torch makes a tensor at each call.
+        index = torch.where(ids < self._none, self._dropped, ids).long().view(-1)
         self.hits.index_add_(0, index, torch.ones(index.shape))
         self.pool.release("hit_logits", "hit_weights", "hit_ids")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,13 +27,15 @@ if TYPE_CHECKING:
     from graphcap.decode.weights import ModelWeights
     from graphcap.report import ManagerStats
 
+_SMALL_BYTES = 64 * 2**20
+
 
 @dataclass(frozen=True)
 class Measured:
     """Figures of one way to decode, per token. None: this device cannot give it."""
 
     operations_per_token: int | None
-    launches_per_token: int
+    launches_per_token: int | None
     allocations_per_token: int
     host_us_per_token: float | None
     ms_per_token: float | None
@@ -80,6 +83,7 @@ def run(options: argparse.Namespace) -> int:
     prompts = _prompts(options, shape.vocab_size)
     longest = max(map(len, prompts)) + options.tokens
     weights = _weights(options, device)
+    _share_cores(weights)
     kernels = decode_kernels(backend)
     sequences = max(options.max_batch, len(prompts))
 
@@ -114,10 +118,10 @@ def run(options: argparse.Namespace) -> int:
             decoder.decode(prompts, 2)
             by_replay = decoder.decode(prompts, options.tokens)
         served = decoder.manager.stats()
+        replay_figures = _replay_figures(decoder, prompts, by_replay)
         eager_figures = _eager_figures(eager, prompts, by_eager)
-        replay_figures = _replay_figures(
-            decoder, prompts, by_replay, eager_figures["launches_per_token"]
-        )
+        if replay_figures["launches_per_token"] is None:  # a fallback runs the eager step
+            replay_figures["launches_per_token"] = eager_figures["launches_per_token"]
         result = {
             "shape": weights.shape.name,
             "layers": weights.shape.num_layers,
@@ -203,6 +207,16 @@ def _weights(options: argparse.Namespace, device: torch.device) -> ModelWeights:
         )
 
 
+def _share_cores(weights: ModelWeights) -> None:
+    """One thread for a model whose operations are too small to be shared among cores: waiting for
+    each other costs more than the work, many times more on a busy machine."""
+    import torch
+
+    small = weights.nbytes < _SMALL_BYTES
+    if weights.device.type == "cpu" and small and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
 def _eager_figures(
     eager: EagerDecoder, prompts: list[list[int]], decoded: Decoded
 ) -> dict[str, Any]:
@@ -230,37 +244,33 @@ def _eager_figures(
     return figures
 
 
-def _replay_figures(
-    decoder: Decoder, prompts: list[list[int]], decoded: Decoded, eager_launches: int
-) -> dict[str, Any]:
+def _replay_figures(decoder: Decoder, prompts: list[list[int]], decoded: Decoded) -> dict[str, Any]:
     from graphcap.decode.decoder import Prompts
     from graphcap.decode.measure import activity, host_microseconds
 
     manager, device = decoder.manager, decoder.weights.device
     laid = Prompts(prompts, 2, decoder.cache, decoder.weights.shape.vocab_size)
     host: float | None = None
+    launches: int | None = None
     try:
         for batch in laid.batches():
             manager.run(batch)
         before, requests = manager.stats(), decoder.pool.allocations
         if device.type == "cuda":
+            # Before the profiler, which stays attached and makes every later launch slower.
+            host = host_microseconds(manager.run, device)
             seen = activity(manager.run, device)
             launches, allocations = seen.launches, seen.allocations
-            for batch in laid.batches():
-                manager.run(batch)
-            host = host_microseconds(manager.run, device)
         else:
             manager.run()
             after = manager.stats()
-            launches = after.input_launches - before.input_launches
             allocations = decoder.pool.allocations - requests
             if after.replays > before.replays:
                 bucket = manager.ladder.bucket_for(len(prompts))
                 assert bucket is not None
-                launches += after.replays - before.replays
+                launches = after.replays - before.replays
+                launches += after.input_launches - before.input_launches
                 allocations += manager.recording(bucket).census().allocations
-            else:  # a fallback runs the eager step
-                launches += eager_launches
     finally:
         laid.close()
     figures = asdict(Measured(None, launches, allocations, host, _ms(decoded)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -53,8 +54,8 @@ def activity(call: Callable[[], object], device: torch.device) -> Activity:
     return Activity(calls.total(), operations, requested + driver_allocations, dict(calls))
 
 
-def host_microseconds(call: Callable[[], object], device: torch.device, calls: int = 20) -> float:
-    """Median host time of `call` in µs, the device's work not waited for. CUDA devices only.
+def host_times(call: Callable[[], object], device: torch.device, calls: int) -> list[float]:
+    """Host times of `call` in µs, sorted, the device's work not waited for. CUDA devices only.
 
     Each call is made with an empty queue, so that a full one cannot make it wait.
     """
@@ -65,4 +66,9 @@ def host_microseconds(call: Callable[[], object], device: torch.device, calls: i
         call()
         times.append(time.perf_counter() - started)
     torch.cuda.synchronize(device)
-    return sorted(times)[len(times) // 2] * 1e6
+    return sorted(taken * 1e6 for taken in times)
+
+
+def host_microseconds(call: Callable[[], object], device: torch.device, calls: int = 20) -> float:
+    """The median of `host_times`."""
+    return statistics.median(host_times(call, device, calls))

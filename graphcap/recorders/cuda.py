@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -140,10 +141,13 @@ class CudaRecorder(Recorder):
             try:
                 outputs, census = self._capture(graph, step)
             except BaseException as error:
+                line = raising_line(error.__traceback__)
+                # What the step had allocated is held by its frames until they are cleared.
+                traceback.clear_frames(error.__traceback__)
                 self._recover(graph)
                 if isinstance(error, CaptureError) or not isinstance(error, Exception):
                     raise
-                raise _explained(error, bucket) from error
+                raise _explained(error, bucket, line) from error
             torch.cuda.synchronize(self.device)
             free_after, _ = torch.cuda.mem_get_info(self.device)
         return CudaRecording(graph, outputs, census, max(0, free_before - free_after))
@@ -168,25 +172,32 @@ class CudaRecorder(Recorder):
             try:
                 graph.capture_end()
             except RuntimeError as error:
+                # The driver had given the capture up. torch then leaves the allocator recording to
+                # the graph's pool, for good: later recordings get another pool.
                 logger.debug("ending the broken capture: %s", error)
-                # torch leaves the allocator routing to the graph's pool, and the generators
-                # expecting a capture, when ending it fails; a capture that succeeds clears both.
-                end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-                if end is not None:
-                    try:
-                        end(self.device.index or 0, self._pool)
-                    except RuntimeError as inner:
-                        logger.debug("ending allocation to the graph pool: %s", inner)
+                _end_allocation_to(self._pool, self.device)
+                self._pool = torch.cuda.graph_pool_handle()
         try:
             graph.reset()
         except RuntimeError as error:
             logger.debug("resetting the broken graph: %s", error)
         torch.cuda.synchronize(self.device)
+        # The random generators still expect a capture; one that succeeds frees them of that.
         probe_capture_once(self.device)
         torch.cuda.empty_cache()
 
     def close(self) -> None:
         self._pool = None
+
+
+def _end_allocation_to(pool: Any, device: torch.device) -> None:
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is None:
+        return
+    try:
+        end(device.index or 0, pool)
+    except RuntimeError as error:  # it had ended already
+        logger.debug("ending allocation to the graph pool: %s", error)
 
 
 def probe_capture_once(device: torch.device) -> float:
@@ -215,8 +226,7 @@ def probe_capture_once(device: torch.device) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def _explained(error: Exception, bucket: int) -> CaptureError:
-    line = raising_line(error.__traceback__)
+def _explained(error: Exception, bucket: int, line: str) -> CaptureError:
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return CaptureError(
             f"bucket {bucket}: out of device memory at {line} while recording: {error}; record "

@@ -67,6 +67,11 @@ class StepGuard(TorchDispatchMode):
         self._thread = threading.get_ident()
         self._depth = 0  # above 0: inside an operation that was seen and allowed
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Otherwise torch imports its compiler at the first operation, which takes seconds."""
+        return False
+
     # -- what subclasses do with what they see ---------------------------------------------------
 
     def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+_TRITON = find_spec("triton")
 _MACHINERY = (
     str(Path(torch.__file__).resolve().parent),
     str(_PACKAGE / "recorders"),
@@ -19,6 +21,7 @@ _MACHINERY = (
     str(_PACKAGE / "inputs.py"),
     str(_PACKAGE / "pool.py"),
     contextlib.__file__,
+    *(_TRITON.submodule_search_locations or () if _TRITON else ()),
 )
 
 

@@ -7,7 +7,7 @@ for another BLAS, and any error of substance is far above.
 
 bfloat16: each rounding is up to 2^-9 = 0.2 %. Both round in the same places but for the merge of the
 experts, which transformers weighs and adds in bfloat16 and graphcap in float32. Over three or four
-layers that grew to 2.4 % where measured; 4 % is allowed. The models keep every choice between experts
+layers that grew to 2.5 % where measured; 4 % is allowed. The models keep every choice between experts
 far from a tie (asserted); where the best two *tokens* are nearly tied in transformers' own logits, the
 sequence may go on differently and is compared up to there (`near_tie`; asserted to be rare).
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +204,7 @@ def test_tokens_and_logits(case: str, dtype: torch.dtype, tmp_path: Path) -> Non
     assert_clear(seen, everything, dtype)
     ends = torch.tensor([0, *map(len, batches)]).cumsum(0).tolist()
     expected = [
-        Reference(everything.tokens[a:b], everything.logits[a:b])
-        for a, b in zip(ends, ends[1:], strict=False)
+        Reference(everything.tokens[a:b], everything.logits[a:b]) for a, b in pairwise(ends)
     ]
 
     decoder, compared = make_decoder(weights), Compared(dtype)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from graphcap.decode.cache import NULL_BLOCK
 from graphcap.decode.kernels import reference as kernels
 from graphcap.operations import Operation
 
@@ -244,18 +245,20 @@ def test_argmax_of_equal_logits_is_the_lowest(vocab: int, dtype: torch.dtype) ->
 
 
 def test_advance() -> None:
-    size, tables = 4, torch.arange(1, 19, dtype=torch.int32).view(6, 3)
-    # Inside a block, into the next one, out of the table, out of it already, a pad, a first token.
-    positions = torch.tensor([5, 7, 11, 12, 0, 0])
-    slots = torch.tensor([21, 27, 39, -1, -1, 64])
-    lengths, tokens = (positions + 1).int(), torch.arange(100, 106, dtype=torch.int32)
-    sampled = torch.arange(50, 56, dtype=torch.int32)
+    size, tables = 4, torch.arange(1, 22, dtype=torch.int32).view(7, 3)
+    tables[6, 1:] = NULL_BLOCK
+    # Inside a block, into the next one, out of the table, out of it already, a pad, a first token,
+    # out of the blocks that are owned.
+    positions = torch.tensor([5, 7, 11, 12, 0, 0, 3])
+    slots = torch.tensor([21, 27, 39, -1, -1, 64, 79])
+    lengths, tokens = (positions + 1).int(), torch.arange(100, 107, dtype=torch.int32)
+    sampled = torch.arange(50, 57, dtype=torch.int32)
     kept = sampled.clone(), tables.clone()
     run(kernels.advance, sampled, tokens, positions, lengths, slots, tables, size)
-    assert tokens.tolist() == [50, 51, 52, 103, 104, 55]
-    assert positions.tolist() == [6, 8, 12, 12, 0, 1]
-    assert lengths.tolist() == [7, 9, 13, 13, 1, 2]
-    assert slots.tolist() == [2 * 4 + 2, 6 * 4, -1, -1, -1, 16 * 4 + 1]
+    assert tokens.tolist() == [50, 51, 52, 103, 104, 55, 56]
+    assert positions.tolist() == [6, 8, 12, 12, 0, 1, 4]
+    assert lengths.tolist() == [7, 9, 13, 13, 1, 2, 5]
+    assert slots.tolist() == [2 * 4 + 2, 6 * 4, -1, -1, -1, 16 * 4 + 1, -1]
     assert torch.equal(sampled, kept[0])
     assert torch.equal(tables, kept[1])
 

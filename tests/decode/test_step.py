@@ -159,8 +159,8 @@ def test_a_sequence_at_its_capacity_disturbs_nobody(full: str) -> None:
     results = []
     for with_full in (False, True):
         poison(cache)
-        small, other = cache.allocate(12 if full == "the table" else 8), cache.allocate(12)
         capacity = 12 if full == "the table" else 8
+        small, other = cache.allocate(capacity), cache.allocate(12)
         for tensor in tensors(cache):  # what the full one has written so far
             tensor[small[small != NULL_BLOCK].long()] = 0.5
             tensor[other[0].long(), 0] = 0.25
@@ -182,13 +182,13 @@ def test_a_sequence_at_its_capacity_disturbs_nobody(full: str) -> None:
                 free[NULL_BLOCK] = free[small.long()] = free[other.long()] = False
                 assert free.any()
                 assert tensor[free].isnan().all()
-            if full == "the table":  # it stands still, one beyond its last token
-                assert decoder.inputs["positions"][0] == 12
-                assert decoder.inputs["seq_lens"][0] == 13
-                assert decoder.inputs["slot_mapping"][0] == -1
-                assert decoder.inputs["token_ids"][0] == last
-                for tensor in tensors(cache):
-                    assert not tensor[NULL_BLOCK].any()
+            # It stands still, one beyond its last token.
+            assert decoder.inputs["positions"][0] == capacity
+            assert decoder.inputs["seq_lens"][0] == capacity + 1
+            assert decoder.inputs["slot_mapping"][0] == -1
+            assert decoder.inputs["token_ids"][0] == last
+            for tensor in tensors(cache):
+                assert not tensor[NULL_BLOCK].any()
         assert decoder.inputs["positions"][1] == 11
         results.append(torch.stack(steps))
         cache.free(small)

@@ -224,7 +224,9 @@ def attention(
     torch.arange(context, out=reach)
     torch.ge(reach[None, :], seq_lens[:, None], out=beyond)
     zero = constant(0, q.device, q.dtype)
-    values.view(rows, context, kv_heads, dim).masked_fill_(beyond[:, :, None, None], zero)
+    # where, not masked_fill_: that reads its value on the host.
+    by_token = values.view(rows, context, kv_heads, dim)
+    torch.where(beyond[:, :, None, None], zero, by_token, out=by_token)
     for head in range(kv_heads):
         head_keys = keys.view(rows, context, kv_heads, dim)[:, :, head]
         queries = q[:, head * group : (head + 1) * group]
@@ -238,7 +240,7 @@ def attention(
         )
     wide.copy_(scores)
     lowest = constant(float("-inf"), q.device, torch.float32)
-    wide.masked_fill_(beyond[None, :, None, :], lowest)
+    torch.where(beyond[None, :, None, :], lowest, wide, out=wide)
     torch.softmax(wide, -1, out=probabilities)
     scores.copy_(probabilities)
     for head in range(kv_heads):
@@ -324,5 +326,5 @@ def advance(
     torch.remainder(positions, size, out=offset)
     slot.copy_(entry[:, 0])
     slot.mul_(size).add_(offset)
-    slot.masked_fill_(beyond, constant(-1, device, torch.int64))
+    torch.where(beyond, constant(-1, device, torch.int64), slot, out=slot)
     torch.where(is_real, slot, slot_mapping, out=slot_mapping)

@@ -84,8 +84,9 @@ def topk_softmax(
         torch.sum(weights, -1, keepdim=True, out=total)
         weights.div_(total)
     torch.lt(row_ids[:, None], constant(0, device, torch.int64), out=is_pad)
-    weights.masked_fill_(is_pad, constant(0, device, torch.float32))
-    ids.masked_fill_(is_pad, constant(-1, device, torch.int32))
+    # where, not masked_fill_: that reads its value on the host.
+    torch.where(is_pad, constant(0, device, torch.float32), weights, out=weights)
+    torch.where(is_pad, constant(-1, device, torch.int32), ids, out=ids)
 
 
 def _align_scratch(
@@ -327,9 +328,11 @@ def _gemm_on_device(
     for index in range(min(expert_ids.numel(), out.shape[0])):
         span = slice(index * block, (index + 1) * block)
         torch.index_select(weight, 0, experts[index : index + 1], out=one_weight)
-        torch.index_select(a, 0, row_of_pair[span], out=rows)
-        torch.mm(rows, one_weight[0].t(), out=results)
-        landing.index_copy_(0, pairs[span], results)
+        # The last block may be cut short by the end of the list.
+        length = min(block, pairs.numel() - index * block)
+        torch.index_select(a, 0, row_of_pair[span], out=rows[:length])
+        torch.mm(rows[:length], one_weight[0].t(), out=results[:length])
+        landing.index_copy_(0, pairs[span], results[:length])
     out.copy_(landing[:-1])
 
 
@@ -372,6 +375,6 @@ def merge(
     wide.copy_(pairs)
     wide.mul_(weights[:, :, None])
     # Nobody wrote the rows of dropped pairs.
-    wide.masked_fill_(dropped, constant(0, device, torch.float32))
+    torch.where(dropped, constant(0, device, torch.float32), wide, out=wide)
     torch.sum(wide, 1, out=total)
     out.copy_(total)

@@ -1,0 +1,213 @@
+"""``graphcap decode``: the table's figures, its JSON, and its refusals."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.profiler import profile
+
+from graphcap.cli import main
+
+KEYS = [
+    "shape", "device", "recorder", "batch", "max_batch", "bucket", "tokens", "prompt_ids", "eager",
+    "replay", "outputs_equal", "token_ids", "buckets", "pool_mib", "pool_lower_bound_mib", "fallbacks",
+]  # fmt: skip
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="figures of a CPU")
+
+
+def decode(capsys, *arguments: str) -> dict:
+    assert main(["decode", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@on_cpu
+def test_without_arguments(capsys):
+    result = decode(capsys)
+    assert all(key in result for key in KEYS)
+    assert (result["shape"], result["batch"], result["max_batch"]) == ("tiny", 3, 8)
+    assert (result["bucket"], result["recorder"], result["device"]) == (4, "tape", "cpu")
+    assert result["outputs_equal"] is True
+    assert [len(tokens) for tokens in result["token_ids"]] == [32] * 3
+    assert len({token for tokens in result["token_ids"] for token in tokens}) > 10
+    assert result["replay"]["launches_per_token"] == 1
+    assert result["replay"]["allocations_per_token"] == 0
+    assert result["replay"]["host_us_per_token"] is None
+    assert result["eager"]["launches_per_token"] > 60
+    assert result["eager"]["allocations_per_token"] > 40
+    assert result["fallbacks"] == {}
+    assert [bucket["size"] for bucket in result["buckets"]] == [1, 2, 4, 8]
+    assert all(bucket["nodes"] > 60 and bucket["capture_ms"] > 0 for bucket in result["buckets"])
+    assert next(b["replays"] for b in result["buckets"] if b["size"] == 4) > 31
+    assert result["pool_mib"] <= 1.05 * result["pool_lower_bound_mib"]
+
+
+@on_cpu
+@pytest.mark.parametrize("batch", range(1, 9))
+def test_every_batch_up_to_the_maximum(capsys, batch):
+    result = decode(capsys, "--batch", str(batch), "--tokens", "8", "--layers", "2")
+    assert result["outputs_equal"] is True
+    assert result["replay"]["launches_per_token"] == 1
+    assert result["replay"]["allocations_per_token"] == 0
+    assert result["fallbacks"] == {}
+
+
+@on_cpu
+def test_the_eager_figures_are_what_the_profiler_sees():
+    from graphcap.decode.cache import PagedCache
+    from graphcap.decode.decoder import EagerDecoder, Prompts
+    from graphcap.decode.kernels import decode_kernels
+    from graphcap.decode.random_weights import random_weights
+    from graphcap.decode.shapes import preset
+    from graphcap.moe.kernels import choose_backend
+
+    device = torch.device("cpu")
+    weights = random_weights(preset("tiny"), device=device, dtype=torch.float32, seed=0)
+    cache = PagedCache(
+        weights.shape, num_sequences=2, max_context=64, device=device, dtype=torch.float32
+    )
+    eager = EagerDecoder(weights, cache, decode_kernels(choose_backend("reference", device)))
+    for batch in Prompts([[1, 2], [3, 4]], 8, cache, 512).batches():
+        eager.load(batch)
+        eager.run()
+    before = eager.pool.allocations
+    with profile(profile_memory=True) as seen:
+        eager.run()
+    requests = [
+        event for event in seen.profiler.kineto_results.events()
+        if event.name() == "[memory]" and event.nbytes() > 0
+    ]  # fmt: skip
+    assert len(requests) == eager.pool.allocations - before
+
+
+def test_prompts_and_order(capsys):
+    result = decode(
+        capsys,
+        "--prompt-ids",
+        "1,2,3",
+        "--prompt-ids",
+        "4",
+        "--prompt-ids",
+        "5, 6",
+        "--tokens",
+        "4",
+    )
+    assert result["prompt_ids"] == [[1, 2, 3], [4], [5, 6]]
+    alone = decode(capsys, "--prompt-ids", "4", "--tokens", "4")
+    assert result["token_ids"][1] == alone["token_ids"][0]
+
+
+def test_the_seed_decides(capsys):
+    first = decode(capsys, "--tokens", "4", "--seed", "1")
+    assert first["token_ids"] == decode(capsys, "--tokens", "4", "--seed", "1")["token_ids"]
+    assert first["token_ids"] != decode(capsys, "--tokens", "4", "--seed", "2")["token_ids"]
+
+
+def test_a_batch_above_the_maximum_is_counted(capsys):
+    result = decode(capsys, "--batch", "5", "--max-batch", "3", "--tokens", "6")
+    assert result["bucket"] is None
+    assert result["outputs_equal"] is True
+    assert result["fallbacks"]["above_max_batch"] > 5
+    assert result["replay"]["launches_per_token"] == result["eager"]["launches_per_token"]
+
+
+def test_buckets_as_the_user_wrote_them(capsys):
+    result = decode(capsys, "--buckets", "8,4,4,64", "--max-batch", "6", "--tokens", "2")
+    assert [bucket["size"] for bucket in result["buckets"]] == [4, 6]
+
+
+def test_a_checkpoint(capsys, tmp_path):
+    from graphcap.decode.random_weights import random_weights
+    from graphcap.decode.save_checkpoint import save_checkpoint
+    from graphcap.decode.shapes import preset
+
+    shape = preset("tiny").with_layers(2)
+    weights = random_weights(shape, device="cpu", dtype=torch.float32, seed=4)
+    save_checkpoint(weights, tmp_path / "model")
+    arguments = ["--prompt-ids", "7,8", "--tokens", "5", "--dtype", "float32"]
+    by_file = decode(capsys, "--checkpoint", str(tmp_path / "model"), *arguments)
+    by_seed = decode(capsys, "--shape", "tiny", "--layers", "2", "--seed", "4", *arguments)
+    assert by_file["outputs_equal"]
+    assert by_file["shape"] == "model"
+    if not torch.cuda.is_available():  # on a device other weights are drawn from the same seed
+        assert by_file["token_ids"] == by_seed["token_ids"]
+
+
+def test_one_token(capsys):
+    result = decode(capsys, "--tokens", "1")
+    assert [len(tokens) for tokens in result["token_ids"]] == [1] * 3
+    assert result["replay"]["ms_per_token"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "huge"], "huge"),
+        (["--layers", "99"], "4 layers"),
+        (["--prompt-ids", "1,x"], "1,x"),
+        (["--prompt-ids", "1,,2"], "1,,2"),
+        (["--prompt-ids", ""], "expected token ids"),
+        (["--prompt-ids", "512"], "outside the vocabulary"),
+        (["--prompt-ids", "1", "--batch", "2"], "do not go together"),
+        (["--buckets", "1,zero"], "zero"),
+        (["--buckets", "0"], "'0'"),
+        (["--checkpoint", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, message):
+    assert main(["decode", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("graphcap: error: ")
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--batch", "0"], ["--batch", "-1"], ["--tokens", "no"], ["--recorder", "disk"], ["--frob"]],
+)
+def test_bad_options_are_one_line_and_exit_code_2(capsys, arguments):
+    with pytest.raises(SystemExit) as stopped:
+        main(["decode", *arguments])
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert arguments[-1] in printed.err
+
+
+@on_cpu
+def test_what_this_machine_cannot_do_is_said(capsys):
+    assert main(["decode", "--recorder", "cuda"]) == 2
+    assert "cannot capture" in capsys.readouterr().err
+
+
+@on_cpu
+def test_a_model_that_does_not_fit_is_refused_before_it_is_drawn(capsys):
+    assert main(["decode", "--shape", "seed-64", "--dtype", "float32"]) == 2
+    error = capsys.readouterr().err
+    assert "GiB" in error
+    assert "--layers" in error or "fewer layers" in error
+
+
+def test_a_bad_variable_is_named(capsys, monkeypatch):
+    monkeypatch.setenv("GRAPHCAP_VERIFY", "sometimes")
+    assert main(["decode"]) == 2
+    error = capsys.readouterr().err
+    assert "GRAPHCAP_VERIFY" in error
+    assert "sometimes" in error
+
+
+def test_the_module_runs_like_the_script():
+    run = subprocess.run(
+        [sys.executable, "-m", "graphcap", "decode", "--tokens", "2", "--layers", "1"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+    assert run.returncode == 0, run.stderr
+    assert "launches" in run.stdout
+    assert "equal" in run.stdout
