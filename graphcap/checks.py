@@ -2,89 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import CodeType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.modules import module as nn_module
 
 from graphcap.errors import StaleRecordingError, VerificationError
+from graphcap.reachable import GONE, Watched, reachable, watch
 
-_MAX_DEPTH = 12
 _WINDOW = 8
 _CHECKED_WHOLE = 32
-_ABSENT = object()
-_GONE = (IndexError, ValueError)  # a list that became shorter, a closure variable that was deleted
-_MODULE_INNARDS = frozenset(vars(torch.nn.Module()))
-_NOT_LOOKED_INTO = (
-    "builtins",
-    "graphcap.inputs",
-    "graphcap.manager",
-    "graphcap.pool",
-    "graphcap.recorders",
-    "logging",
-    "threading",
-    "torch",
-    "triton",
-)
-"""Modules whose objects hold no tensor of a step, or hold it under a name of its own."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float64: 1e-9}
 """Largest relative difference (to the largest magnitude) where results are not bitwise equal: the
 same kernels give the same bits, but a library may choose another algorithm under capture."""
-
-
-@dataclass(frozen=True)
-class Watched:
-    """What a step reaches by name, and where it was when the step was recorded.
-
-    Attributes:
-        value: a tensor, or an object through which one is reached (a module, a list of weights).
-        address: of a tensor; None for other objects.
-        storage: keeps the recorded memory alive, whatever becomes of the tensor.
-    """
-
-    name: str
-    holder: Any
-    key: Any
-    value: Any
-    address: int | None = None
-    storage: Any = None
-
-    def finder(self) -> Callable[[], Any]:
-        """Looks the value up where it was found; runs in C. Raises where the place is gone."""
-        if isinstance(self.holder, dict):
-            return functools.partial(self.holder.get, self.key, _ABSENT)
-        if isinstance(self.holder, (list, tuple)):
-            return functools.partial(operator.getitem, self.holder, self.key)
-        return functools.partial(getattr, self.holder, self.key, _ABSENT)
-
-    def found(self) -> Any:
-        try:
-            return self.finder()()
-        except _GONE:
-            return _ABSENT
-
-    def fault(self) -> str | None:
-        if self.found() is not self.value:
-            kind = "object" if self.address is None else "tensor"
-            return f"is another {kind} now, expected the one"
-        if self.address is not None and self.value.data_ptr() != self.address:
-            return "has moved to another address, expected the tensor"
-        return None
-
-    def recorded(self) -> str:
-        if self.address is None:
-            return f"of type {type(self.value).__name__}"
-        return f"of shape {tuple(self.value.shape)} at {self.address:#x}"
-
-    @property
-    def identity(self) -> tuple[str, int, int | None]:
-        return self.name, id(self.value), self.address
 
 
 class _Window:
@@ -101,7 +34,7 @@ class _Window:
     def holds(self) -> bool:
         try:
             found = [find() for find in self._finders]
-        except _GONE:
+        except GONE:
             return False
         return (
             all(map(operator.is_, found, self._values))
@@ -135,7 +68,7 @@ class Fingerprint:
         if before is not None:
             settled = {item.identity for item in before}
             found = [item for item in found if item.identity in settled]
-        found += [_watch(name, dict(extra), name, tensor) for name, tensor in extra.items()]
+        found += [watch(name, dict(extra), name, tensor) for name, tensor in extra.items()]
         self.watched = tuple(found)
         width = len(found) if len(found) <= _CHECKED_WHOLE else _WINDOW
         self._windows = [
@@ -230,108 +163,3 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     a, b = a.masked_fill(both_nan | same_infinity, 0), b.masked_fill(both_nan | same_infinity, 0)
     gap = (a - b).abs().max()
     return float("inf") if gap.isnan() else float(gap / b.abs().max().clamp(min=1e-30))
-
-
-def _watch(name: str, holder: Any, key: Any, tensor: torch.Tensor) -> Watched:
-    return Watched(name, holder, key, tensor, tensor.data_ptr(), tensor.untyped_storage())
-
-
-def reachable(step: Callable[..., Any]) -> list[Watched]:
-    """Tensors that `step` can reach by name, each once, and the objects on the way to them."""
-    seen: dict[int, Any] = {}  # holds the values, so that no id is used again
-
-    def walk(value: Any, name: str, holder: Any, key: Any, depth: int) -> Iterator[Watched]:
-        if isinstance(value, torch.Tensor):
-            if id(value) not in seen and value.device.type != "meta":
-                seen[id(value)] = value
-                yield _watch(name, holder, key, value)
-            return
-        if depth > _MAX_DEPTH or id(value) in seen or not _is_container(value):
-            return
-        seen[id(value)] = value
-        below = [
-            item
-            for child, label, child_holder, child_key in _children(value)
-            for item in walk(child, f"{name}{label}", child_holder, child_key, depth + 1)
-        ]
-        if below and holder is not None and _can_be_rebound(value, holder):
-            yield Watched(name, holder, key, value)
-        yield from below
-
-    return list(walk(step, getattr(step, "__qualname__", "step"), None, None, 0))
-
-
-def _can_be_rebound(value: Any, holder: Any) -> bool:
-    """Whether `value`'s place in `holder` can be given to another object and is not made anew at each
-    look, as bound methods are."""
-    return not isinstance(holder, (tuple, functools.partial)) and not hasattr(value, "__func__")
-
-
-def _children(value: Any) -> Iterator[tuple[Any, str, Any, Any]]:
-    if isinstance(value, dict):
-        for key, child in list(value.items()):
-            yield child, f"[{key!r}]", value, key
-    elif isinstance(value, (list, tuple)):
-        for index, child in enumerate(value):
-            yield child, f"[{index}]", value, index
-    elif isinstance(value, functools.partial):
-        yield value.func, "", value, "func"
-        yield value.args, ".args", value, "args"
-        yield value.keywords, ".keywords", value, "keywords"
-    elif hasattr(value, "__func__"):  # a bound method; it shows its function's __code__ as well
-        yield value.__self__, "", value, "__self__"
-        yield value.__func__, "", value, "__func__"
-    elif hasattr(value, "__code__"):
-        for free, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
-                yield cell.cell_contents, f".{free}", cell, "cell_contents"
-            except ValueError:  # not assigned yet
-                continue
-        for used in _names_used(value.__code__):
-            if used in value.__globals__:
-                yield value.__globals__[used], f".{used}", value.__globals__, used
-        yield value.__defaults__, ".defaults", value, "__defaults__"
-        yield value.__kwdefaults__, ".defaults", value, "__kwdefaults__"
-    elif isinstance(value, torch.nn.Module):
-        for members in (value._parameters, value._buffers, value._modules):
-            for key, child in list(members.items()):
-                yield child, f".{key}", members, key
-        for key, child in list(vars(value).items()):
-            if key not in _MODULE_INNARDS:
-                yield child, f".{key}", value, key
-        yield from _code_of(type(value), "forward")
-    else:
-        for key, child in list(getattr(value, "__dict__", {}).items()):
-            yield child, f".{key}", value, key
-        for kind in type(value).__mro__:
-            slots = vars(kind).get("__slots__", ())
-            for key in (slots,) if isinstance(slots, str) else slots:
-                if hasattr(value, key):
-                    yield getattr(value, key), f".{key}", value, key
-        yield from _code_of(type(value), "__call__")
-
-
-def _code_of(kind: type, name: str) -> Iterator[tuple[Any, str, Any, Any]]:
-    function = getattr(kind, name, None)
-    if hasattr(function, "__code__"):
-        yield function, "", kind, name
-
-
-def _names_used(code: CodeType) -> Iterator[str]:
-    """Names that a function's code looks up, also in the functions and comprehensions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_used(constant)
-
-
-def _is_container(value: Any) -> bool:
-    """Whether tensors that belong to a step may lie inside `value`."""
-    if isinstance(value, (dict, list, tuple, functools.partial, torch.nn.Module)):
-        return True
-    if isinstance(value, type) or type(value).__name__ == "module":
-        return False
-    if hasattr(value, "__func__"):
-        return True
-    home = value.__module__ or "" if hasattr(value, "__code__") else type(value).__module__
-    return not any(home == name or home.startswith(f"{name}.") for name in _NOT_LOOKED_INTO)

@@ -10,52 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 
 from graphcap.errors import InputError
 from graphcap.operations import operation
+from graphcap.slots import PadPolicy, Slot, check_pad
+from graphcap.staging import SLOT_ALIGNMENT, Staging
+
+__all__ = ["NUM_ROWS", "PadPolicy", "Slot", "StaticInputs"]
 
 NUM_ROWS = "num_rows"
 """Reserved name under which a step finds the number of real rows: int32 of shape (1,), on the device."""
 
-_SLOT_ALIGNMENT = 64
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-
-
-@dataclass(frozen=True)
-class PadPolicy:
-    """What a slot's padding rows hold: one finite value."""
-
-    value: float | int | bool
-
-    ZERO: ClassVar[PadPolicy]
-    ONE: ClassVar[PadPolicy]
-
-    @classmethod
-    def fill(cls, value: float | int | bool) -> PadPolicy:
-        return cls(value)
-
-
-PadPolicy.ZERO = PadPolicy(0)
-PadPolicy.ONE = PadPolicy(1)
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One persistent input.
-
-    Attributes:
-        row_shape: shape of one row; the slot's tensor is (max_batch, *row_shape).
-        dtype: dtype; a batch has exactly this one.
-        pad: what padding rows hold.
-    """
-
-    row_shape: tuple[int, ...]
-    dtype: torch.dtype
-    pad: PadPolicy = PadPolicy.ZERO
 
 
 @operation("padding")
@@ -100,7 +68,7 @@ class StaticInputs:
         with torch.inference_mode(False):  # an inference tensor could be written only in that mode
             self._layout()
         self._views: dict[int, dict[str, torch.Tensor]] = {}
-        self._staging = _Staging(self._arena) if self.device.type == "cuda" else None
+        self._staging = Staging(self._arena) if self.device.type == "cuda" else None
 
     # -- what a step reads -----------------------------------------------------------------------
 
@@ -261,19 +229,19 @@ class StaticInputs:
     # -- inside ----------------------------------------------------------------------------------
 
     def _layout(self) -> None:
-        offset = _SLOT_ALIGNMENT  # the header: the number of real rows
+        offset = SLOT_ALIGNMENT  # the header: the number of real rows
         self._header = (0, 4)
         self._spans: dict[str, tuple[int, int]] = {}
         word = 8
         for name, slot in self.slots.items():
             if name == NUM_ROWS:
                 raise InputError(f"the slot name {NUM_ROWS!r} is reserved; use another")
-            _check_pad(name, slot)
+            check_pad(name, slot)
             row_bytes = math.prod(slot.row_shape) * slot.dtype.itemsize
             if row_bytes == 0:
                 raise InputError(f"slot {name!r}: row shape {slot.row_shape} has no element")
             self._spans[name] = (offset, offset + self.max_batch * row_bytes)
-            offset = -(-self._spans[name][1] // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+            offset = -(-self._spans[name][1] // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
             word = math.gcd(word, row_bytes)
         self._arena = torch.zeros(offset, dtype=torch.uint8, device=self.device)
         pads = torch.zeros(offset, dtype=torch.uint8)
@@ -298,61 +266,6 @@ class StaticInputs:
         return arena[: self._header[1]].view(torch.int32)
 
 
-class _Staging:
-    """Pinned host images of the arena, used in turn so that none is rewritten while it is copied."""
-
-    COPIES = 4
-
-    def __init__(self, arena: torch.Tensor) -> None:
-        self._arena = arena
-        self._images = [
-            torch.zeros(arena.shape, dtype=torch.uint8, pin_memory=True) for _ in range(self.COPIES)
-        ]
-        self._sent = [torch.cuda.Event() for _ in range(self.COPIES)]
-        self._turn = 0
-
-    def begin(self) -> torch.Tensor:
-        """The next image, free to be written: its last copy has ended."""
-        self._turn = (self._turn + 1) % self.COPIES
-        self._sent[self._turn].synchronize()
-        return self._images[self._turn]
-
-    def send(self, spans: list[tuple[int, int]]) -> int:
-        """Copy byte ranges of the image to the arena, neighbours as one. Returns the copies made.
-
-        Ranges are given in order. Two are neighbours when only alignment gaps lie between them.
-        """
-        merged: list[tuple[int, int]] = []
-        for start, end in spans:
-            if merged and start - merged[-1][1] < _SLOT_ALIGNMENT:
-                merged[-1] = (merged[-1][0], end)
-            else:
-                merged.append((start, end))
-        image = self._images[self._turn]
-        for start, end in merged:
-            self._arena[start:end].copy_(image[start:end], non_blocking=True)
-        self._sent[self._turn].record()
-        return len(merged)
-
-
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as bytes, so that slots of different dtypes share one multi-tensor copy."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _check_pad(name: str, slot: Slot) -> None:
-    if not isinstance(slot.pad, PadPolicy):
-        raise InputError(
-            f"slot {name!r}: expected a PadPolicy, found {slot.pad!r}; use PadPolicy.fill(value)"
-        )
-    value: Any = slot.pad.value
-    try:
-        stored = torch.tensor(value, dtype=slot.dtype).item()
-        finite = math.isfinite(value)
-    except (RuntimeError, TypeError, ValueError, OverflowError):
-        stored, finite = None, False
-    if not finite or stored != value:
-        raise InputError(
-            f"slot {name!r}: pad value {value!r} is not a finite value of {slot.dtype}; "
-            f"give one that the dtype holds exactly"
-        )

@@ -12,16 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from graphcap.buckets import BucketLadder
-from graphcap.checks import Fingerprint, reachable
+from graphcap.capturing import BucketCapture
+from graphcap.checks import Fingerprint
 from graphcap.errors import (
-    CaptureError,
     FallbackError,
-    GraphcapError,
     InputError,
     LadderError,
     StateError,
@@ -29,10 +29,10 @@ from graphcap.errors import (
 from graphcap.inputs import NUM_ROWS, StaticInputs
 from graphcap.operations import current_observer
 from graphcap.pool import BufferPool
+from graphcap.reachable import reachable
 from graphcap.recorders.base import BoundStep, Recorder, Recording, garbage_collection_held
 from graphcap.recorders.select import select_recorder
-from graphcap.recorders.source import raising_line
-from graphcap.report import BucketReport, BucketStats, CaptureReport, ManagerStats
+from graphcap.report import BucketStats, CaptureReport, ManagerStats
 from graphcap.settings import Settings
 from graphcap.verify import Example, Verifier
 
@@ -113,11 +113,9 @@ class CaptureManager:
         self._verifier = Verifier(inputs, self.pool, example, state)
         self._lock = threading.Lock()
         self._state = "new"
-        self._recordings: dict[int, Recording] = {}
+        self._captured = BucketCapture(self.recorder, inputs, self._verifier, strict=False)
         self._served: dict[int, _Served] = {size: _Served(size) for size in self.ladder}
         self._steady: tuple[_Served, int] | None = None  # the last run was a replay of so many rows
-        self._failures: dict[int, str] = {}
-        self._failure_reasons: dict[int, str] = {}
         self._fingerprint: Fingerprint | None = None
         self._report: CaptureReport | None = None
         self._overflow: dict[str, torch.Tensor] | None = None
@@ -148,18 +146,22 @@ class CaptureManager:
             notify = progress or (lambda done, total, what: None)
             try:
                 with garbage_collection_held(), self._verifier.put_back():
-                    buckets = self._capture_all(notify)
+                    self._capture_all(notify)
             except BaseException:
                 self._drop_recordings()
                 self._state = "new"
                 raise
-            self._report = self._reported(buckets, time.perf_counter() - started)
+            self._report = self._reported(time.perf_counter() - started)
             self._state = "recorded"
             if self.settings.report is not None:
                 self._write_report(self.settings.report)
             return self._report
 
-    def _capture_all(self, notify: Progress) -> list[BucketReport]:
+    def _capture_all(self, notify: Progress) -> None:
+        capture = BucketCapture(
+            self.recorder, self.inputs, self._verifier, strict=self.settings.strict
+        )
+        self._captured = capture
         sizes = sorted(self.ladder, reverse=True)
         logger.info(
             "recording %d buckets (%s) with the %s recorder on %s",
@@ -168,79 +170,37 @@ class CaptureManager:
             self.recorder.name,
             self.inputs.device,
         )
-        total = 2 * len(sizes) + (len(sizes) if self.settings.verify != "off" else 0)
-        done = 0
+        verifying = self.settings.verify != "off"
+        work = [("warming up", size) for size in sizes] + [("recording", size) for size in sizes]
+        work += [("verifying", size) for size in sizes] if verifying else []
+        steps = iter(enumerate(work))
 
-        def advance(what: str) -> None:
-            nonlocal done
-            notify(done, total, what)
-            done += 1
+        def advance() -> int:
+            done, (what, size) = next(steps)
+            notify(done, len(work), f"{what} bucket {size}")
+            return size
 
-        self._failures.clear()
-        self._failure_reasons.clear()
-        for size in sizes:
-            advance(f"warming up bucket {size}")
-            with self._costs_only(size, "not_recorded"):
-                self.inputs.clear()
-                self._check_outputs(self.recorder.warm_up(self._bound(size)), size)
+        for _ in sizes:
+            size = advance()
+            capture.warm_up(size, self._bound(size))
         self._state = "warmed"
         if not self.pool.frozen:
             self.pool.freeze(self.settings.pool_mib)
         self._state = "frozen"
         before = reachable(self.step)
-
-        reports: dict[int, BucketReport] = {}
-        for size in sizes:
-            advance(f"recording bucket {size}")
-            if size not in self._failures:
-                with self._costs_only(size, "not_recorded"):
-                    reports[size] = self._record(size)
+        for _ in sizes:
+            size = advance()
+            capture.record(size, self._bound(size))
         pinned = {f"slot arena of {len(self.inputs.slots)} slots": self.inputs.arena}
         pinned["pool arena"] = self.pool.arena
         self._fingerprint = Fingerprint(self.step, pinned, before)
-        if self.settings.verify != "off":
-            for size in sizes:
-                advance(f"verifying bucket {size}")
-                if size in reports:
-                    with self._costs_only(size, "verification"):
-                        reports[size] = self._verify(size, reports[size])
-                    if size in self._failures:
-                        self._recordings.pop(size).close()
-                        del reports[size]
-        notify(total, total, "done")
-        return list(reports.values())
-
-    def _record(self, size: int) -> BucketReport:
-        self.inputs.clear()
-        started = time.perf_counter()
-        recording = self.recorder.record(self._bound(size), size)
-        took = (time.perf_counter() - started) * 1e3
-        try:
-            self._check_outputs(recording.outputs, size)
-        except CaptureError:
-            recording.close()
-            raise
-        self._recordings[size] = recording
-        census = recording.census()
-        return BucketReport(size, census.total, census.allocations, recording.nbytes, took)
-
-    def _verify(self, size: int, report: BucketReport) -> BucketReport:
-        smaller = [bucket for bucket in self.ladder if bucket < size]
-        fewest = (smaller[-1] if smaller else 0) + 1
-        assert self._fingerprint is not None
-        kept = self._fingerprint.tensors()
-        worst = max(
-            self._verifier.check(self._recordings[size], self._bound(size), size, rows, kept)
-            for rows in sorted({fewest, size})
-        )
-        return BucketReport(
-            report.size,
-            report.nodes,
-            report.allocations,
-            report.nbytes,
-            report.capture_ms,
-            worst,
-        )
+        if verifying:
+            fewest = {size: below + 1 for below, size in pairwise([0, *self.ladder])}
+            for _ in sizes:
+                size = advance()
+                rows = sorted({fewest[size], size})
+                capture.verify(size, self._bound(size), rows, self._fingerprint.tensors())
+        notify(len(work), len(work), "done")
 
     def _bound(self, size: int) -> BoundStep:
         views = self.inputs.views(size)
@@ -252,55 +212,19 @@ class CaptureManager:
 
         return bound
 
-    def _check_outputs(self, outputs: Mapping[str, torch.Tensor], size: int) -> None:
-        if not isinstance(outputs, Mapping) or not outputs:
-            raise CaptureError(
-                f"bucket {size}: a step must return a mapping of output names to tensors, found "
-                f"{type(outputs).__name__} with {len(outputs) if outputs else 0} entries"
-            )
-        for name, tensor in outputs.items():
-            if not isinstance(tensor, torch.Tensor) or tensor.shape[:1] != (size,):
-                found = (
-                    tuple(tensor.shape)
-                    if isinstance(tensor, torch.Tensor)
-                    else type(tensor).__name__
-                )
-                raise CaptureError(
-                    f"bucket {size}: output {name!r} must be a tensor whose first dimension is the "
-                    f"batch ({size} rows), found {found}; return per-row tensors"
-                )
-
-    @contextmanager
-    def _costs_only(self, size: int, reason: str) -> Iterator[None]:
-        """A failure inside costs bucket `size` and nothing else, unless fallbacks are errors."""
-        try:
-            yield
-        except Exception as error:
-            failure: Exception = error
-            if not isinstance(error, GraphcapError):
-                failure = CaptureError(
-                    f"bucket {size}: {type(error).__name__} at {raising_line(error.__traceback__)} "
-                    f"while the step was warmed up: {error}; the step fails without graphcap as well"
-                )
-            self._failures[size] = str(failure)
-            self._failure_reasons[size] = reason
-            # The text, not the error: a handler that keeps records would keep the step's tensors.
-            logger.warning("bucket %d is not recorded and will run eagerly: %s", size, str(failure))
-            if self.settings.strict:
-                raise failure from error
-
-    def _reported(self, buckets: list[BucketReport], seconds: float) -> CaptureReport:
-        largest = max(self._recordings, default=None)
+    def _reported(self, seconds: float) -> CaptureReport:
+        captured = self._captured
+        largest = max(captured.recordings, default=None)
         return CaptureReport(
             recorder=self.recorder.name,
             device=_device_name(self.inputs.device),
-            buckets=tuple(sorted(buckets, key=lambda bucket: bucket.size)),
-            failures=dict(self._failures),
+            buckets=tuple(captured.reports[size] for size in sorted(captured.reports)),
+            failures=captured.failures_text(),
             pool_bytes=self.pool.nbytes,
             pool_lower_bound_bytes=self.pool.plan.lower_bound,
             slots_bytes=self.inputs.arena.numel(),
             seconds=seconds,
-            census=None if largest is None else self._recordings[largest].census(),
+            census=None if largest is None else captured.recordings[largest].census(),
             notes=tuple(self._verifier.notes),
         )
 
@@ -365,8 +289,8 @@ class CaptureManager:
                 f"agree on the maximum over all ranks"
             )
         size = self.ladder.bucket_for(agreed_batch or count)
-        if size is None or size not in self._recordings:
-            reason = "above_max_batch" if size is None else self._failure_reasons[size]
+        if size is None or size not in self._captured.recordings:
+            reason = "above_max_batch" if size is None else self._captured.failures[size].reason
             return self._fall_back(batch, count, reason)
         return self._replay(self._served[size], count, batch)
 
@@ -378,7 +302,7 @@ class CaptureManager:
         if batch or count != self.inputs.rows:
             self.inputs.load(batch or {}, count)
         every = self.settings.verify_every
-        recording = self._recordings[served.size]
+        recording = self._captured.recordings[served.size]
         if every and (self._replays + 1) % every == 0:
             self._verifier.check_live(recording, self._bound(served.size), served.size)
             self._verified += 1
@@ -443,11 +367,10 @@ class CaptureManager:
 
     def recording(self, size: int) -> Recording:
         """The recording of bucket `size`. Raises `StateError` where there is none."""
-        if size not in self._recordings:
-            raise StateError(
-                f"bucket {size} has no recording; recorded are {sorted(self._recordings)}"
-            )
-        return self._recordings[size]
+        recordings = self._captured.recordings
+        if size not in recordings:
+            raise StateError(f"bucket {size} has no recording; recorded are {sorted(recordings)}")
+        return recordings[size]
 
     @property
     def _replays(self) -> int:
@@ -471,7 +394,7 @@ class CaptureManager:
                 BucketStats(served.size, served.replays, served.padding_rows)
                 for served in self._served.values()
             ),
-            failures=dict(self._failures),
+            failures=self._captured.failures_text(),
         )
 
     def close(self) -> None:
@@ -489,9 +412,7 @@ class CaptureManager:
         self.close()
 
     def _drop_recordings(self) -> None:
-        for recording in self._recordings.values():
-            recording.close()
-        self._recordings.clear()
+        self._captured.close()
         for served in self._served.values():
             served.views.clear()
         self._overflow = self._steady = None

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphcap.checks import Fingerprint, compare, reachable
+from graphcap.checks import Fingerprint, compare
 from graphcap.errors import StaleRecordingError, VerificationError
+from graphcap.reachable import reachable
 
 GLOBAL_WEIGHT = torch.ones(3)
 

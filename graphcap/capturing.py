@@ -1,0 +1,136 @@
+"""BucketCapture: warms up, records and verifies one bucket after another; a failure costs its bucket."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from graphcap.errors import CaptureError, GraphcapError
+from graphcap.inputs import StaticInputs
+from graphcap.recorders.base import BoundStep, Recorder, Recording
+from graphcap.recorders.source import raising_line
+from graphcap.report import BucketReport
+from graphcap.verify import Verifier
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a bucket has no recording: the reason under which its steps are counted, and the text."""
+
+    reason: str
+    text: str
+
+
+class BucketCapture:
+    """The recordings of a manager as they come into being.
+
+    Attributes:
+        recordings, reports: of the buckets that are recorded (and have not failed verification).
+        failures: of the other buckets that were tried.
+    """
+
+    def __init__(
+        self, recorder: Recorder, inputs: StaticInputs, verifier: Verifier, *, strict: bool
+    ) -> None:
+        self.recordings: dict[int, Recording] = {}
+        self.reports: dict[int, BucketReport] = {}
+        self.failures: dict[int, Failure] = {}
+        self._recorder = recorder
+        self._inputs = inputs
+        self._verifier = verifier
+        self._strict = strict
+
+    def warm_up(self, size: int, step: BoundStep) -> None:
+        """Run `step` once, every row padding."""
+        with self._costs_only(size, "not_recorded"):
+            self._inputs.clear()
+            check_outputs(self._recorder.warm_up(step), size)
+
+    def record(self, size: int, step: BoundStep) -> None:
+        """Record a bucket that could be warmed up."""
+        if size in self.failures:
+            return
+        with self._costs_only(size, "not_recorded"):
+            self._inputs.clear()
+            started = time.perf_counter()
+            recording = self._recorder.record(step, size)
+            took = (time.perf_counter() - started) * 1e3
+            try:
+                check_outputs(recording.outputs, size)
+            except CaptureError:
+                recording.close()
+                raise
+            census = recording.census()
+            self.recordings[size] = recording
+            self.reports[size] = BucketReport(
+                size, census.total, census.allocations, recording.nbytes, took
+            )
+
+    def verify(
+        self, size: int, step: BoundStep, rows: Sequence[int], kept: Collection[torch.Tensor]
+    ) -> None:
+        """Hold a recorded bucket against the eager step, once for each number of real `rows`.
+
+        Args:
+            kept: tensors that the step reads and that are not its own; see `Verifier.check`.
+        """
+        if size not in self.recordings:
+            return
+        with self._costs_only(size, "verification"):
+            recording = self.recordings[size]
+            worst = max(self._verifier.check(recording, step, size, n, kept) for n in rows)
+            self.reports[size] = replace(self.reports[size], largest_difference=worst)
+
+    def failures_text(self) -> dict[int, str]:
+        return {size: failure.text for size, failure in self.failures.items()}
+
+    def close(self) -> None:
+        for recording in self.recordings.values():
+            recording.close()
+        self.recordings.clear()
+
+    @contextmanager
+    def _costs_only(self, size: int, reason: str) -> Iterator[None]:
+        """A failure inside costs bucket `size` and nothing else, unless fallbacks are errors."""
+        try:
+            yield
+        except Exception as error:
+            failure: Exception = error
+            if not isinstance(error, GraphcapError):
+                failure = CaptureError(
+                    f"bucket {size}: {type(error).__name__} at {raising_line(error.__traceback__)} "
+                    f"while the step was warmed up: {error}; the step fails without graphcap as well"
+                )
+            self.failures[size] = Failure(reason, str(failure))
+            if size in self.recordings:
+                self.recordings.pop(size).close()
+                del self.reports[size]
+            # The text, not the error: a handler that keeps records would keep the step's tensors.
+            logger.warning("bucket %d is not recorded and will run eagerly: %s", size, str(failure))
+            if self._strict:
+                raise failure from error
+
+
+def check_outputs(outputs: Mapping[str, torch.Tensor], size: int) -> None:
+    """Raises `CaptureError` unless `outputs` maps names to tensors of `size` rows."""
+    if not isinstance(outputs, Mapping) or not outputs:
+        raise CaptureError(
+            f"bucket {size}: a step must return a mapping of output names to tensors, found "
+            f"{type(outputs).__name__} with {len(outputs) if outputs else 0} entries"
+        )
+    for name, tensor in outputs.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.shape[:1] != (size,):
+            found = (
+                tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            )
+            raise CaptureError(
+                f"bucket {size}: output {name!r} must be a tensor whose first dimension is the "
+                f"batch ({size} rows), found {found}; return per-row tensors"
+            )
