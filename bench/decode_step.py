@@ -25,7 +25,7 @@ from graphcap import __version__
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.decoder import Decoder, EagerDecoder, Prompts
 from graphcap.decode.kernels import DecodeKernels, decode_kernels
-from graphcap.decode.measure import activity, host_microseconds, host_times
+from graphcap.decode.measure import activity, host_times
 from graphcap.decode.random_weights import random_weights
 from graphcap.decode.shapes import preset
 from graphcap.decode.weights import ModelWeights
@@ -150,9 +150,8 @@ def measure(
     for _ in range(10):
         eager_ms.append(event_ms(eager.run, 2))
         replay_ms.append(event_ms(run, 10))
-    host = host_times(run, DEVICE, 100)
-    queued = statistics.median(queued_microseconds(run, 10) for _ in range(10))
-    alone = host_microseconds(manager.recording(batch).replay, DEVICE, 50)
+    host = host_times(run, DEVICE)
+    alone = host_times(manager.recording(batch).replay, DEVICE)
     eager_laid.close()
     replay_laid.close()
 
@@ -171,10 +170,9 @@ def measure(
         "replay": {
             "ms": statistics.median(replay_ms),
             "ms_all": replay_ms,
-            "host_us": statistics.median(host),
-            "host_us_quartiles": [host[25], host[75]],
-            "host_us_queued": queued,
-            "host_us_replay_alone": alone,
+            "host_us": host.queued,
+            "host_us_after_idle": host.idle,
+            "host_us_recording_alone": alone.queued,
         },
     }
 
@@ -189,17 +187,6 @@ def event_ms(call: Callable[[], object], times: int) -> float:
     last.record()
     last.synchronize()
     return first.elapsed_time(last) / times
-
-
-def queued_microseconds(call: Callable[[], object], times: int) -> float:
-    """Host time of one call in µs when calls are queued one after another."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(times):
-        call()
-    elapsed = time.perf_counter() - started
-    torch.cuda.synchronize()
-    return elapsed / times * 1e6
 
 
 def machine(commit: str) -> dict[str, Any]:
@@ -231,8 +218,8 @@ def print_table(result: dict[str, Any]) -> None:
             f"batch {row['batch']:3}: eager {e['ms']:8.3f} ms {e['launches']:5} launches "
             f"{e['allocations']:5} allocations | replay {r['ms']:7.3f} ms {r['launches']} launch "
             f"{r['allocations']} allocations {r['operations']} operations, host {r['host_us']:.1f} "
-            f"{r['host_us_quartiles']} (queued {r['host_us_queued']:.1f}, alone "
-            f"{r['host_us_replay_alone']:.1f}) µs | tokens equal {row['tokens_equal']} "
+            f"(recording alone {r['host_us_recording_alone']:.1f}, after idle "
+            f"{r['host_us_after_idle']:.1f}) µs | tokens equal {row['tokens_equal']} "
             f"({row['distinct_tokens']} distinct of {row['tokens_compared']})"
         )
     capture = result["capture"]

@@ -24,8 +24,8 @@ def decode_table(result: dict[str, Any], name: str) -> str:
         f"`{machine['commit']}`, from `bench/results/{name}`:",
         "",
         "| batch | eager: ms | launches | allocations | replay: ms | launches | allocations "
-        "| graph nodes | host µs | tokens equal |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
+        "| graph nodes | host µs | after idle | tokens equal |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
     ]
     for row in result["batches"]:
         eager, replay = row["eager"], row["replay"]
@@ -34,7 +34,8 @@ def decode_table(result: dict[str, Any], name: str) -> str:
             f"| {row['batch']} | {eager['ms']:.2f} | {eager['launches']:,} "
             f"| {eager['allocations']:,} | **{replay['ms']:.2f}** | **{replay['launches']}** "
             f"| **{replay['allocations']}** | {replay['operations']:,} "
-            f"| {replay['host_us']:.1f} | {equal} ({row['tokens_compared']}) |"
+            f"| {replay['host_us']:.1f} | {replay['host_us_after_idle']:.1f} "
+            f"| {equal} ({row['tokens_compared']}) |"
         )
     sizes = ", ".join(str(bucket["size"]) for bucket in capture["buckets"])
     memory = ", ".join(f"{bucket['mib']:.0f}" for bucket in capture["buckets"])

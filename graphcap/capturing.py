@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from graphcap.census import Census
 from graphcap.errors import CaptureError, GraphcapError
 from graphcap.inputs import StaticInputs
 from graphcap.recorders.base import BoundStep, Recorder, Recording
@@ -64,6 +65,8 @@ class BucketCapture:
             took = (time.perf_counter() - started) * 1e3
             try:
                 check_outputs(recording.outputs, size)
+                if self._strict:
+                    check_allocations(recording.census(), size)
             except CaptureError:
                 recording.close()
                 raise
@@ -116,6 +119,17 @@ class BucketCapture:
             logger.warning("bucket %d is not recorded and will run eagerly: %s", size, str(failure))
             if self._strict:
                 raise failure from error
+
+
+def check_allocations(census: Census, size: int) -> None:
+    """Raises `CaptureError` where a replay allocates; names the operations that do."""
+    names = [f"{row.operation} ({row.allocations})" for row in census.rows if row.allocations]
+    if names:
+        raise CaptureError(
+            f"bucket {size}: a replay makes {census.allocations} allocations and GRAPHCAP_STRICT=1 "
+            f"allows none; operations that return new storage: {', '.join(names)}; use their "
+            f"out= form with a buffer of the pool"
+        )
 
 
 def check_outputs(outputs: Mapping[str, torch.Tensor], size: int) -> None:

@@ -17,12 +17,14 @@ class CensusRow:
         implementation: what runs, such as ``triton: rms_norm``.
         count: calls in one step.
         nodes: nodes in the captured graph that these calls made; None where there is no graph.
+        allocations: how many of the calls return new storage.
     """
 
     operation: str
     implementation: str
     count: int
     nodes: int | None = None
+    allocations: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,18 +96,20 @@ class Census:
         """Count `calls`; `allocations` are those that no call shows (the pool's requests)."""
         counts: Counter[tuple[str, str]] = Counter()
         nodes: Counter[tuple[str, str]] = Counter()
+        fresh: Counter[tuple[str, str]] = Counter()
         has_nodes = False
         for call in calls:
             key = (call.operation, call.implementation)
             counts[key] += 1
-            allocations += call.allocates
+            fresh[key] += call.allocates
             if call.nodes is not None:
                 has_nodes = True
                 nodes[key] += call.nodes
         rows = tuple(
-            CensusRow(*key, count, nodes[key] if has_nodes else None)
+            CensusRow(*key, count, nodes[key] if has_nodes else None, fresh[key])
             for key, count in counts.most_common()
         )
+        allocations += fresh.total()
         if graph is None:
             return cls(rows, allocations)
         listed = list(graph)

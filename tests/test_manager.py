@@ -522,6 +522,12 @@ def test_report_that_cannot_be_written_costs_nothing_else(
     assert str(path) in line
 
 
+def test_allocations_of_a_replay_are_an_error_when_strict():
+    with pytest.raises(CaptureError, match=r"1 allocations.*aten\.flip\.default \(1\)"):
+        manager_of(lambda i: {"y": i["x"].flip(1)}, settings=Settings(strict=True)).capture()
+    manager_of(lambda i: {"y": i["x"] + i["x"]}, settings=Settings(strict=True)).capture()
+
+
 def test_allocations_of_the_step_are_reported():
     report = manager_of(lambda inputs: {"y": inputs["x"].flip(1)}).capture()
     assert [bucket.allocations for bucket in report.buckets] == [1, 1]

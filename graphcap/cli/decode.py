@@ -246,7 +246,7 @@ def _eager_figures(
 
 def _replay_figures(decoder: Decoder, prompts: list[list[int]], decoded: Decoded) -> dict[str, Any]:
     from graphcap.decode.decoder import Prompts
-    from graphcap.decode.measure import activity, host_microseconds
+    from graphcap.decode.measure import activity, host_times
 
     manager, device = decoder.manager, decoder.weights.device
     laid = Prompts(prompts, 2, decoder.cache, decoder.weights.shape.vocab_size)
@@ -258,7 +258,7 @@ def _replay_figures(decoder: Decoder, prompts: list[list[int]], decoded: Decoded
         before, requests = manager.stats(), decoder.pool.allocations
         if device.type == "cuda":
             # Before the profiler, which stays attached and makes every later launch slower.
-            host = host_microseconds(manager.run, device)
+            host = host_times(manager.run, device).queued
             seen = activity(manager.run, device)
             launches, allocations = seen.launches, seen.allocations
         else:

@@ -54,21 +54,35 @@ def activity(call: Callable[[], object], device: torch.device) -> Activity:
     return Activity(calls.total(), operations, requested + driver_allocations, dict(calls))
 
 
-def host_times(call: Callable[[], object], device: torch.device, calls: int) -> list[float]:
-    """Host times of `call` in µs, sorted, the device's work not waited for. CUDA devices only.
+@dataclass(frozen=True)
+class HostTimes:
+    """Host times of one call in µs, the device's work not waited for; medians.
 
-    Each call is made with an empty queue, so that a full one cannot make it wait.
+    Attributes:
+        queued: while the device still works on calls before it, as in steady decoding.
+        idle: the first call after the device (and with it the host) had nothing to do.
     """
-    times = []
-    for _ in range(calls):
+
+    queued: float
+    idle: float
+
+
+def host_times(
+    call: Callable[[], object], device: torch.device, bursts: int = 10, queue: int = 8
+) -> HostTimes:
+    """Time `bursts` bursts of `queue` calls, each after the device has become idle. CUDA only.
+
+    The bursts are short, so that no call waits for room in the driver's queue.
+    """
+    queued, idle = [], []
+    for _ in range(bursts):
         torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
+        times = []
+        for _ in range(queue):
+            started = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - started) * 1e6)
+        idle.append(times[0])
+        queued += times[1:]
     torch.cuda.synchronize(device)
-    return sorted(taken * 1e6 for taken in times)
-
-
-def host_microseconds(call: Callable[[], object], device: torch.device, calls: int = 20) -> float:
-    """The median of `host_times`."""
-    return statistics.median(host_times(call, device, calls))
+    return HostTimes(statistics.median(queued), statistics.median(idle))
