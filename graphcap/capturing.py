@@ -12,7 +12,7 @@ import torch
 
 from graphcap.census import Census
 from graphcap.errors import CaptureError, GraphcapError
-from graphcap.inputs import StaticInputs
+from graphcap.inputs import NUM_ROWS, StaticInputs
 from graphcap.recorders.base import BoundStep, Recorder, Recording
 from graphcap.recorders.source import raising_line
 from graphcap.report import BucketReport
@@ -50,15 +50,21 @@ class BucketCapture:
 
     def warm_up(self, size: int, step: BoundStep) -> None:
         """Run `step` once, every row padding."""
-        with self._costs_only(size, "not_recorded"):
+        with self._costs_only(size, "not_recorded", "warmed up"):
             self._inputs.clear()
             check_outputs(self._recorder.warm_up(step), size)
+            left = int(self._inputs.views(1)[NUM_ROWS])
+            if left != 0:
+                raise CaptureError(
+                    f"bucket {size}: the step changed inputs['{NUM_ROWS}'] (from 0 to {left}), which "
+                    f"tells padding from real rows; write the result into a tensor of its own"
+                )
 
     def record(self, size: int, step: BoundStep) -> None:
         """Record a bucket that could be warmed up."""
         if size in self.failures:
             return
-        with self._costs_only(size, "not_recorded"):
+        with self._costs_only(size, "not_recorded", "recorded"):
             self._inputs.clear()
             started = time.perf_counter()
             recording = self._recorder.record(step, size)
@@ -86,10 +92,24 @@ class BucketCapture:
         """
         if size not in self.recordings:
             return
-        with self._costs_only(size, "verification"):
+        with self._costs_only(size, "verification", "verified"):
             recording = self.recordings[size]
             worst = max(self._verifier.check(recording, step, size, n, kept) for n in rows)
             self.reports[size] = replace(self.reports[size], largest_difference=worst)
+
+    def warn(self) -> None:
+        """One WARNING for each different failure, naming all the buckets that it costs."""
+        sizes: dict[str, list[int]] = {}
+        for size, failure in self.failures.items():
+            sizes.setdefault(failure.text.removeprefix(f"bucket {size}: "), []).append(size)
+        for text, failed in sizes.items():
+            logger.warning(
+                "%d of %d buckets (%s) are not recorded and run eagerly: %s",
+                len(failed),
+                len(self.failures) + len(self.recordings),
+                ", ".join(map(str, sorted(failed))),
+                text,
+            )
 
     def failures_text(self) -> dict[int, str]:
         return {size: failure.text for size, failure in self.failures.items()}
@@ -100,7 +120,7 @@ class BucketCapture:
         self.recordings.clear()
 
     @contextmanager
-    def _costs_only(self, size: int, reason: str) -> Iterator[None]:
+    def _costs_only(self, size: int, reason: str, phase: str) -> Iterator[None]:
         """A failure inside costs bucket `size` and nothing else, unless fallbacks are errors."""
         try:
             yield
@@ -109,14 +129,13 @@ class BucketCapture:
             if not isinstance(error, GraphcapError):
                 failure = CaptureError(
                     f"bucket {size}: {type(error).__name__} at {raising_line(error.__traceback__)} "
-                    f"while the step was warmed up: {error}; the step fails without graphcap as well"
+                    f"while the step was {phase}: {error}"
+                    + ("; it fails without graphcap as well" if phase == "warmed up" else "")
                 )
             self.failures[size] = Failure(reason, str(failure))
             if size in self.recordings:
                 self.recordings.pop(size).close()
                 del self.reports[size]
-            # The text, not the error: a handler that keeps records would keep the step's tensors.
-            logger.warning("bucket %d is not recorded and will run eagerly: %s", size, str(failure))
             if self._strict:
                 raise failure from error
 
@@ -134,16 +153,16 @@ def check_allocations(census: Census, size: int) -> None:
 
 def check_outputs(outputs: Mapping[str, torch.Tensor], size: int) -> None:
     """Raises `CaptureError` unless `outputs` maps names to tensors of `size` rows."""
-    if not isinstance(outputs, Mapping) or not outputs:
+    if not isinstance(outputs, Mapping) or len(outputs) == 0:
+        found = "an empty one" if isinstance(outputs, Mapping) else type(outputs).__name__
         raise CaptureError(
-            f"bucket {size}: a step must return a mapping of output names to tensors, found "
-            f"{type(outputs).__name__} with {len(outputs) if outputs else 0} entries"
+            f"bucket {size}: a step must return a mapping of output names to tensors, found {found}; "
+            f"return {{'out': tensor}}"
         )
     for name, tensor in outputs.items():
         if not isinstance(tensor, torch.Tensor) or tensor.shape[:1] != (size,):
-            found = (
-                tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            )
+            is_tensor = isinstance(tensor, torch.Tensor)
+            found = str(tuple(tensor.shape)) if is_tensor else type(tensor).__name__
             raise CaptureError(
                 f"bucket {size}: output {name!r} must be a tensor whose first dimension is the "
                 f"batch ({size} rows), found {found}; return per-row tensors"

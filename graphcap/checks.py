@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from graphcap.reachable import GONE, Watched, reachable, watch
 
 _WINDOW = 8
 _CHECKED_WHOLE = 32
+
+_MASK = 1e4
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float64: 1e-9}
 """Largest relative difference (to the largest magnitude) where results are not bitwise equal: the
@@ -136,30 +139,53 @@ def compare(
             f"{what}: the replay has outputs {sorted(replayed)}, the eager step {sorted(eager)}; "
             f"a step must return the same names at every run"
         )
-    worst = 0.0
-    for name, ours in replayed.items():
-        theirs = eager[name]
-        if torch.equal(ours, theirs):
-            continue
-        difference = _difference(ours, theirs)
-        worst = max(worst, difference)
-        if not difference <= TOLERANCE.get(ours.dtype, 0.0):
-            wrong = (ours != theirs).flatten(1).any(1) if ours.dim() > 1 else ours != theirs
-            row = int(wrong.nonzero()[0])
-            raise VerificationError(
-                f"{what}: output {name!r} differs from the eager step, first in row {row} "
-                f"(relative difference {difference:.3g}, allowed {TOLERANCE.get(ours.dtype, 0):g}); "
-                f"the step reads something that is not a slot, or a kernel is not deterministic"
-            )
+    worst, found = first_difference(replayed, eager)
+    if found is not None:
+        raise VerificationError(
+            f"{what}: output {found.output!r} differs from the eager step, first in row {found.row} "
+            f"(relative difference {found.size:.3g}, allowed {found.allowed:g}); the step reads "
+            f"something that is not a slot (list tensors that it changes in state=), or a kernel is "
+            f"not deterministic"
+        )
     return worst
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Where two sets of outputs differ by more than `allowed`, relative to the largest magnitude."""
+
+    output: str
+    row: int
+    size: float
+    allowed: float
+
+
+def first_difference(
+    ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
+) -> tuple[float, Difference | None]:
+    """The largest relative difference up to the first one that is too large, and that one."""
+    worst = 0.0
+    for name, a in ours.items():
+        b = theirs[name]
+        if torch.equal(a, b):
+            continue
+        size, allowed = _difference(a, b), TOLERANCE.get(a.dtype, 0.0)
+        worst = max(worst, size)
+        if not size <= allowed:
+            wrong = (a != b).flatten(1).any(1) if a.dim() > 1 else a != b
+            return worst, Difference(name, int(wrong.nonzero()[0]), size, allowed)
+    return worst, None
+
+
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference relative to the largest magnitude. What masks write (-1e9, the lowest float)
+    and is equal on both sides does not count as magnitude: it would make anything look small."""
     if not ours.is_floating_point():
         return float("inf")
     a, b = ours.double(), theirs.double()
-    both_nan = a.isnan() & b.isnan()
-    same_infinity = (a == b) & a.isinf()
-    a, b = a.masked_fill(both_nan | same_infinity, 0), b.masked_fill(both_nan | same_infinity, 0)
-    gap = (a - b).abs().max()
-    return float("inf") if gap.isnan() else float(gap / b.abs().max().clamp(min=1e-30))
+    same = (a == b) | (a.isnan() & b.isnan())
+    gap = (a - b).masked_fill(same, 0).abs().max()
+    if not gap.isfinite():
+        return float("inf")
+    beside = b.isnan() | b.isinf() | (same & (b.abs() >= _MASK))
+    return float(gap / b.masked_fill(beside, 0).abs().max().clamp(min=1e-30))

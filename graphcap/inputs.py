@@ -9,7 +9,9 @@ larger batch left there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 
@@ -54,8 +56,8 @@ class StaticInputs:
     def __init__(
         self, max_batch: int, slots: Mapping[str, Slot], device: torch.device | str
     ) -> None:
-        if max_batch < 1:
-            raise InputError(f"max_batch: expected at least 1, found {max_batch}")
+        if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
+            raise InputError(f"max_batch: expected an integer of at least 1, found {max_batch!r}")
         if not slots:
             raise InputError("a step needs at least one slot, found none")
         self.max_batch = max_batch
@@ -67,19 +69,19 @@ class StaticInputs:
         """Host calls so far that copied a batch or a row count into the slots."""
         with torch.inference_mode(False):  # an inference tensor could be written only in that mode
             self._layout()
-        self._views: dict[int, dict[str, torch.Tensor]] = {}
         self._staging = Staging(self._arena) if self.device.type == "cuda" else None
 
     # -- what a step reads -----------------------------------------------------------------------
 
-    def views(self, rows: int) -> dict[str, torch.Tensor]:
-        """The first `rows` rows of every slot, and ``num_rows``. The same tensors at every call."""
-        views = self._views.get(rows)
-        if views is None:
-            views = {name: tensor[:rows] for name, tensor in self._tensors.items()}
-            views[NUM_ROWS] = self._num_rows
-            self._views[rows] = views
-        return views
+    def views(self, rows: int) -> Mapping[str, torch.Tensor]:
+        """The first `rows` rows of every slot, and ``num_rows``; read-only.
+
+        New tensors at every call: what a step does to the tensor itself and not to its contents (its
+        shape, a gradient) must not outlive the step.
+        """
+        views = {name: tensor[:rows] for name, tensor in self._tensors.items()}
+        views[NUM_ROWS] = self._num_rows[:]
+        return MappingProxyType(views)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The whole slot: (max_batch, *row_shape). Writing into it in place is allowed."""
@@ -114,6 +116,11 @@ class StaticInputs:
                     f"slot {name!r}: expected a tensor, found {type(tensor).__name__}; "
                     f"convert it with torch.as_tensor(value, dtype={slot.dtype})"
                 )
+            if tensor.layout != torch.strided:
+                raise InputError(
+                    f"slot {name!r}: expected a dense tensor, found layout {tensor.layout}; "
+                    f"convert it with .to_dense()"
+                )
             shape, row_shape = tuple(tensor.shape), tuple(slot.row_shape)
             if not shape or shape[1:] != row_shape or (found is not None and shape[0] != found):
                 rows_text = "n" if found is None else str(found)
@@ -136,7 +143,7 @@ class StaticInputs:
             found = self.rows
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
             raise InputError(
-                f"a batch needs at least one row, found {found}; "
+                f"a batch needs at least one row, as an integer, found {found!r}; "
                 f"skip the step when there is nothing to decode"
             )
         missing = [name for name in self.slots if name not in batch]
@@ -160,20 +167,24 @@ class StaticInputs:
             near: list[tuple[torch.Tensor, torch.Tensor]] = []
             far: dict[str, torch.Tensor] = {}
             arena = self._arena.untyped_storage().data_ptr()
-            for name, tensor in batch.items():
+            for name, given in batch.items():
+                tensor = given.resolve_conj().resolve_neg()
                 target = self._tensors[name][:rows]
                 if tensor.device != self.device:
                     far[name] = tensor
                 elif tensor.data_ptr() != target.data_ptr() or not tensor.is_contiguous():
-                    if tensor.untyped_storage().data_ptr() == arena or tensor.is_conj():
+                    if tensor.untyped_storage().data_ptr() == arena:
                         # Rows of slots, moved within the slots: read all before any is written.
-                        tensor = tensor.clone(memory_format=torch.contiguous_format).resolve_conj()
+                        tensor = tensor.clone(memory_format=torch.contiguous_format)
                     near.append(
                         (_as_bytes(target), _as_bytes(tensor))
                         if tensor.is_contiguous()
                         else (target, tensor)
                     )
             if near:
+                if resized and not far:
+                    near.append((_as_bytes(self._num_rows), _as_bytes(self._count_of(rows))))
+                    resized = False
                 self._copy_near(near)
             if far:
                 assert self._staging is not None
@@ -189,9 +200,13 @@ class StaticInputs:
                     staged[start : start + flat.numel()].copy_(flat)
                 self.launches += self._staging.send(spans)
         if resized:
-            self._num_rows.fill_(rows)
+            self._num_rows.copy_(self._count_of(rows))
             self.launches += 1
         self.rows = rows
+
+    def _count_of(self, rows: int) -> torch.Tensor:
+        """`rows` as a tensor on the device, so that it travels with the copies of a batch."""
+        return self._counts[rows : rows + 1]
 
     def _copy_near(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         groups: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -208,6 +223,11 @@ class StaticInputs:
         """All slots and the row count, as bytes."""
         return self._arena
 
+    @property
+    def owned(self) -> tuple[torch.Tensor, ...]:
+        """Every tensor on the device that belongs to the slots, and to nobody else."""
+        return (self._arena, self._pad_words, self._row_of_word, self._is_pad, self._counts)
+
     def clear(self) -> None:
         """No real row: every row becomes padding when a step runs next."""
         self._num_rows.fill_(0)
@@ -220,6 +240,25 @@ class StaticInputs:
     def restore(self, saved: tuple[torch.Tensor, int]) -> None:
         arena, self.rows = saved
         self._arena.copy_(arena)
+
+    @contextmanager
+    def pads_like_row(self, row: int) -> Iterator[None]:
+        """For a while padding rows get what row `row` holds, instead of their declared values.
+
+        Slots of integers keep theirs where there are floating-point ones: an integer may be what
+        marks a row as padding.
+        """
+        declared = self._pad_words.clone()
+        floats = {name for name, slot in self.slots.items() if slot.dtype.is_floating_point}
+        image = self._pad_words.view(torch.uint8)
+        for name in floats or self.slots:
+            start, end = self._spans[name]
+            target = image[start:end].view(self.slots[name].dtype).view(self._tensors[name].shape)
+            target.copy_(self._tensors[name][row].clone().expand_as(target))
+        try:
+            yield
+        finally:
+            self._pad_words.copy_(declared)
 
     def poison_pads(self, rows: int) -> None:
         """Fill rows from `rows` on with 0xFF bytes (NaN, -1): a check that they are restored."""
@@ -244,15 +283,15 @@ class StaticInputs:
             offset = -(-self._spans[name][1] // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
             word = math.gcd(word, row_bytes)
         self._arena = torch.zeros(offset, dtype=torch.uint8, device=self.device)
-        pads = torch.zeros(offset, dtype=torch.uint8)
-        rows = torch.full((offset // word,), -1, dtype=torch.int32)
+        pads = torch.zeros(offset, dtype=torch.uint8, device="cpu")
+        rows = torch.full((offset // word,), -1, dtype=torch.int32, device="cpu")
         self._tensors: dict[str, torch.Tensor] = {}
         for name, slot in self.slots.items():
             start, end = self._spans[name]
             shape = (self.max_batch, *slot.row_shape)
             pads[start:end].view(slot.dtype).fill_(slot.pad.value)
             rows[start // word : end // word].view(self.max_batch, -1).copy_(
-                torch.arange(self.max_batch, dtype=torch.int32)[:, None]
+                torch.arange(self.max_batch, dtype=torch.int32, device="cpu")[:, None]
             )
             self._tensors[name] = self._arena[start:end].view(slot.dtype).view(shape)
         self._words = self._arena.view(_WORDS[word])
@@ -260,6 +299,7 @@ class StaticInputs:
         self._row_of_word = rows.to(self.device)
         self._is_pad = torch.zeros(rows.shape, dtype=torch.bool, device=self.device)
         self._num_rows = self._header_of(self._arena)
+        self._counts = torch.arange(self.max_batch + 1, dtype=torch.int32, device=self.device)
         self.restore_pads()
 
     def _header_of(self, arena: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -60,7 +61,7 @@ class _Served:
     def __init__(self, size: int) -> None:
         self.size = size
         self.replays = self.rows = 0
-        self.views: dict[int, dict[str, torch.Tensor]] = {}
+        self.views: dict[int, Mapping[str, torch.Tensor]] = {}
 
     @property
     def padding_rows(self) -> int:
@@ -78,8 +79,11 @@ class CaptureManager:
         settings: None: read from the environment.
         example: makes realistic batches for verification; see `Verifier`.
         state: tensors besides slots that the step changes so that running it twice differs from
-            running it once (a counter, a running mean). They are put back after warm-up and
-            verification. A key-value cache need not be listed: writing a row twice is the same.
+            running it once (a counter, a running mean), and random generators of its own. They are
+            put back after warm-up and verification. A key-value cache need not be listed: writing a
+            row twice is the same.
+        rows_mix: rows of the step depend on each other on purpose (a scale over the whole batch,
+            say), so what padding holds may matter; otherwise verification refuses that.
         recorder: None: what `settings.recorder` says, on the device of `inputs`.
 
     One thread at a time: a call that meets another raises `StateError`. Replays run on the current
@@ -95,7 +99,8 @@ class CaptureManager:
         ladder: BucketLadder | None = None,
         settings: Settings | None = None,
         example: Example | None = None,
-        state: Sequence[torch.Tensor] = (),
+        state: Sequence[torch.Tensor | torch.Generator] = (),
+        rows_mix: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
         self.step = step
@@ -110,7 +115,7 @@ class CaptureManager:
                 f"BucketLadder(sizes, max_batch={inputs.max_batch})"
             )
         self.recorder = recorder or select_recorder(self.settings.recorder, inputs.device)
-        self._verifier = Verifier(inputs, self.pool, example, state)
+        self._verifier = Verifier(inputs, self.pool, example, state, rows_mix)
         self._lock = threading.Lock()
         self._state = "new"
         self._captured = BucketCapture(self.recorder, inputs, self._verifier, strict=False)
@@ -119,6 +124,7 @@ class CaptureManager:
         self._fingerprint: Fingerprint | None = None
         self._report: CaptureReport | None = None
         self._overflow: dict[str, torch.Tensor] | None = None
+        self._unwatched_note: str | None = None
         self._verified = self._fallback_rows = 0
         self._fallbacks: Counter[str] = Counter()
 
@@ -145,12 +151,15 @@ class CaptureManager:
             started = time.perf_counter()
             notify = progress or (lambda done, total, what: None)
             try:
+                launches = self.inputs.launches
                 with garbage_collection_held(), self._verifier.put_back():
                     self._capture_all(notify)
+                self.inputs.launches = launches  # what verification copied serves no batch
             except BaseException:
                 self._drop_recordings()
                 self._state = "new"
                 raise
+            self._captured.warn()
             self._report = self._reported(time.perf_counter() - started)
             self._state = "recorded"
             if self.settings.report is not None:
@@ -194,6 +203,7 @@ class CaptureManager:
         pinned = {f"slot arena of {len(self.inputs.slots)} slots": self.inputs.arena}
         pinned["pool arena"] = self.pool.arena
         self._fingerprint = Fingerprint(self.step, pinned, before)
+        self._note_unwatched(self._fingerprint.tensors())
         if verifying:
             fewest = {size: below + 1 for below, size in pairwise([0, *self.ladder])}
             for _ in sizes:
@@ -202,13 +212,27 @@ class CaptureManager:
                 capture.verify(size, self._bound(size), rows, self._fingerprint.tensors())
         notify(len(work), len(work), "done")
 
-    def _bound(self, size: int) -> BoundStep:
-        views = self.inputs.views(size)
+    def _note_unwatched(self, watched: Sequence[torch.Tensor]) -> None:
+        """Say what the recordings read and no name leads to: rebinding it will not be noticed."""
+        known = {t.untyped_storage().data_ptr() for t in (*watched, *self.inputs.owned)}
+        unseen = {
+            storage.data_ptr(): storage.nbytes()
+            for recording in self._captured.recordings.values()
+            for storage in recording.pinned
+            if storage.data_ptr() not in known
+        }
+        if unseen:
+            self._unwatched_note = (
+                f"the step reads {len(unseen)} tensors ({sum(unseen.values()) / 2**20:.2f} MiB) that "
+                f"no name leads to from it (a class attribute, another module's global, a cache): "
+                f"they are kept alive, but rebinding them is not noticed"
+            )
 
+    def _bound(self, size: int) -> BoundStep:
         def bound() -> Mapping[str, torch.Tensor]:
             self.inputs.restore_pads()
             with self.pool.step():
-                return self.step(views)
+                return self.step(self.inputs.views(size))
 
         return bound
 
@@ -225,7 +249,7 @@ class CaptureManager:
             slots_bytes=self.inputs.arena.numel(),
             seconds=seconds,
             census=None if largest is None else captured.recordings[largest].census(),
-            notes=tuple(self._verifier.notes),
+            notes=(*self._verifier.notes, *filter(None, [self._unwatched_note])),
         )
 
     def _write_report(self, path: Path) -> None:
@@ -292,10 +316,14 @@ class CaptureManager:
         if size is None or size not in self._captured.recordings:
             reason = "above_max_batch" if size is None else self._captured.failures[size].reason
             return self._fall_back(batch, count, reason)
-        return self._replay(self._served[size], count, batch)
+        return self._replay(self._served[size], count, batch, settles=agreed_batch is None)
 
     def _replay(
-        self, served: _Served, count: int, batch: Mapping[str, torch.Tensor] | None = None
+        self,
+        served: _Served,
+        count: int,
+        batch: Mapping[str, torch.Tensor] | None = None,
+        settles: bool = True,
     ) -> Mapping[str, torch.Tensor]:
         assert self._fingerprint is not None
         self._fingerprint.check()
@@ -309,12 +337,13 @@ class CaptureManager:
         else:
             recording.replay()
         self._overflow = None
-        self._steady = (served, count)
+        self._steady = (served, count) if settles else None
         served.replays += 1
         served.rows += count
         views = served.views.get(count)
         if views is None:
-            views = {name: tensor[:count] for name, tensor in recording.outputs.items()}
+            # Read-only: these are handed out again at every run of as many rows.
+            views = MappingProxyType({n: tensor[:count] for n, tensor in recording.outputs.items()})
             served.views[count] = views
         return views
 
@@ -347,11 +376,14 @@ class CaptureManager:
         """Slots of a batch that does not fit the arena: tensors of their own, kept for the next step."""
         if batch is not self._overflow:
             device = self.inputs.device
-            self._overflow = {name: batch[name].to(device, copy=True) for name in self.inputs.slots}
-            self._overflow[NUM_ROWS] = torch.tensor([count], dtype=torch.int32, device=device)
+            with torch.inference_mode(False), torch.no_grad():
+                kept = {n: batch[n].detach().to(device, copy=True) for n in self.inputs.slots}
+                kept[NUM_ROWS] = torch.tensor([count], dtype=torch.int32, device=device)
+            self._overflow = kept
             self.inputs.rows = 0  # what the slots hold belongs to an earlier batch
         assert self._overflow is not None
-        return self._overflow
+        # New views at every step, as of slots: see StaticInputs.views.
+        return MappingProxyType({name: tensor[:] for name, tensor in self._overflow.items()})
 
     # -- the rest --------------------------------------------------------------------------------
 

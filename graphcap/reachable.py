@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_MAX_DEPTH = 12
+_MAX_DEPTH = 64  # far below Python's own limit; cycles are seen by identity
 _ABSENT = object()
 GONE = (IndexError, ValueError)  # a list that became shorter, a closure variable that was deleted
 _MODULE_INNARDS = frozenset(vars(torch.nn.Module()))

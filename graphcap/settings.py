@@ -46,6 +46,22 @@ class Settings:
     report: Path | None = None
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        for name, accepted in (
+            ("recorder", RECORDERS),
+            ("kernels", KERNELS),
+            ("verify", ("off", "capture")),
+        ):
+            if getattr(self, name) not in accepted:
+                raise SettingsError(
+                    f"Settings.{name}: expected one of {', '.join(accepted)}, "
+                    f"found {getattr(self, name)!r}"
+                )
+        if self.verify_every < 0:
+            raise SettingsError(
+                f"Settings.verify_every: expected 0 (never) or more, found {self.verify_every}"
+            )
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Read every ``GRAPHCAP*`` variable.
@@ -64,10 +80,8 @@ class Settings:
             origins[variable.name] = "default" if text is None else "environment"
             if text is not None:
                 values.update(variable.parse(variable.name, text.strip()))
-        for name in unknown_variables(source):
-            near = difflib.get_close_matches(name, [v.name for v in VARIABLES], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            logger.warning("%s is not a graphcap variable and has no effect%s", name, hint)
+        for line in misspelt(source):
+            logger.warning("%s", line)
         return cls(**values, origins=origins)
 
     def value_of(self, name: str) -> str:
@@ -84,10 +98,16 @@ class Settings:
         }[name]
 
 
-def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Names that start with ``GRAPHCAP_`` and mean nothing to graphcap."""
-    known = {variable.name for variable in VARIABLES}
-    return sorted(n for n in environ if n.startswith("GRAPHCAP_") and n not in known)
+def misspelt(environ: Mapping[str, str]) -> list[str]:
+    """A line for each name that starts with ``GRAPHCAP_`` and means nothing to graphcap."""
+    known = [variable.name for variable in VARIABLES]
+    lines = []
+    for name in sorted(environ):
+        if name.startswith("GRAPHCAP_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            lines.append(f"{name} is not a graphcap variable and has no effect{hint}")
+    return lines
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,14 @@ def check_pad(name: str, slot: Slot) -> None:
         raise InputError(
             f"slot {name!r}: expected a PadPolicy, found {slot.pad!r}; use PadPolicy.fill(value)"
         )
+    shape = slot.row_shape
+    if not isinstance(shape, tuple) or not all(isinstance(n, int) and n > 0 for n in shape):
+        raise InputError(
+            f"slot {name!r}: expected a row shape of positive integers such as (), (4,), found {shape!r}"
+        )
     value: Any = slot.pad.value
     try:
-        stored = torch.tensor(value, dtype=slot.dtype).item()
+        stored = torch.tensor(value, dtype=slot.dtype, device="cpu").item()
         finite = math.isfinite(value)
     except (RuntimeError, TypeError, ValueError, OverflowError):
         stored, finite = None, False

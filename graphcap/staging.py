@@ -16,7 +16,8 @@ class Staging:
     def __init__(self, arena: torch.Tensor) -> None:
         self._arena = arena
         self._images = [
-            torch.zeros(arena.shape, dtype=torch.uint8, pin_memory=True) for _ in range(self.COPIES)
+            torch.zeros(arena.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+            for _ in range(self.COPIES)
         ]
         self._sent = [torch.cuda.Event() for _ in range(self.COPIES)]
         self._turn = 0
@@ -41,5 +42,6 @@ class Staging:
         image = self._images[self._turn]
         for start, end in merged:
             self._arena[start:end].copy_(image[start:end], non_blocking=True)
-        self._sent[self._turn].record()
+        # The stream of the copies, which is the current one of the arena's device, not of any other.
+        self._sent[self._turn].record(torch.cuda.current_stream(self._arena.device))
         return len(merged)

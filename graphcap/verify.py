@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from graphcap.checks import compare
+from graphcap.checks import compare, first_difference
+from graphcap.errors import VerificationError
 from graphcap.inputs import StaticInputs
 from graphcap.pool import BufferPool
 from graphcap.recorders.base import BoundStep, Recording
@@ -25,7 +26,9 @@ class Verifier:
         example: makes realistic batches. Without it floating-point slots are drawn from N(0, 1),
             booleans at random, and integer slots, whose valid range is not known, keep their pad
             value; `notes` says so.
-        state: tensors that the step changes and that running twice would change twice.
+        state: tensors that the step changes and that running twice would change twice, and its own
+            random generators.
+        rows_mix: the rows of the step depend on each other on purpose, and so on padding.
     """
 
     def __init__(
@@ -33,13 +36,16 @@ class Verifier:
         inputs: StaticInputs,
         pool: BufferPool,
         example: Example | None,
-        state: Sequence[torch.Tensor],
+        state: Sequence[torch.Tensor | torch.Generator],
+        rows_mix: bool = False,
     ) -> None:
+        self._rows_mix = rows_mix
         self._inputs = inputs
         self._pool = pool
         self._example = example
-        self._state = tuple(state)
-        self._generator = torch.Generator().manual_seed(20240917)
+        self._state = tuple(item for item in state if isinstance(item, torch.Tensor))
+        self._generators = tuple(item for item in state if isinstance(item, torch.Generator))
+        self._generator = torch.Generator("cpu").manual_seed(20240917)
         self.notes: list[str] = []
         unvaried = [n for n, s in inputs.slots.items() if _is_integer(s.dtype)]
         if example is None and unvaried:
@@ -80,7 +86,16 @@ class Verifier:
             for output in own:
                 _poison(output)
             self._pool.poison()
-            return self._compare(recording, eager, size)
+            before_replay = self._save()
+            worst = self._compare(recording, eager, size)
+            if rows < size and not self._rows_mix:
+                declared = {n: t[:rows].clone() for n, t in recording.outputs.items()}
+                after_replay = self._save()
+                self._restore(before_replay)
+                self._pool.poison()
+                self._compare_pads(recording, size, declared)
+                self._restore(after_replay)
+            return worst
         finally:
             # An output may lie in memory that nobody told us of: it gets its contents back.
             with torch.inference_mode():
@@ -120,6 +135,24 @@ class Verifier:
                     if _distinct(output):
                         output[:rows].copy_(replayed[name])
 
+    def _compare_pads(
+        self, recording: Recording, size: int, declared: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Replay again with other padding: real rows must not notice."""
+        rows = self._inputs.rows
+        with self._inputs.pads_like_row(0):
+            recording.replay()
+        other = {name: tensor[:rows] for name, tensor in recording.outputs.items()}
+        _, found = first_difference(other, declared)
+        if found is not None:
+            raise VerificationError(
+                f"bucket {size} with {rows} rows: what padding rows hold changes output "
+                f"{found.output!r} in real row {found.row} (relative difference {found.size:.3g}, "
+                f"allowed {found.allowed:g}); the step mixes the rows of a batch, such as by a mean "
+                f"over them: mask rows beyond inputs['num_rows'], or tell CaptureManager with "
+                f"rows_mix=True that this is meant"
+            )
+
     def _changed(self, rows: int) -> dict[str, torch.Tensor]:
         """Copies of what a step changes besides its outputs."""
         slots = {f"slot {name}": self._inputs[name][:rows].clone() for name in self._inputs.slots}
@@ -133,11 +166,13 @@ class Verifier:
         for name, slot in self._inputs.slots.items():
             shape = (rows, *slot.row_shape)
             if slot.dtype == torch.bool:
-                batch[name] = torch.rand(shape, generator=self._generator) < 0.5
+                batch[name] = torch.rand(shape, generator=self._generator, device="cpu") < 0.5
             elif _is_integer(slot.dtype):
-                batch[name] = torch.full(shape, slot.pad.value, dtype=slot.dtype)
+                batch[name] = torch.full(shape, slot.pad.value, dtype=slot.dtype, device="cpu")
             else:
-                batch[name] = torch.randn(shape, generator=self._generator).to(slot.dtype)
+                batch[name] = torch.randn(shape, generator=self._generator, device="cpu").to(
+                    slot.dtype
+                )
         return batch
 
     def _save(self) -> tuple[Any, ...]:
@@ -146,12 +181,15 @@ class Verifier:
         return (
             self._inputs.snapshot(),
             [tensor.clone() for tensor in self._state],
+            [generator.get_state() for generator in self._generators],
             torch.get_rng_state(),
             on_device,
         )
 
     def _restore(self, saved: tuple[Any, ...]) -> None:
-        slots, state, on_host, on_device = saved
+        slots, state, generators, on_host, on_device = saved
+        for generator, value in zip(self._generators, generators, strict=True):
+            generator.set_state(value)
         self._inputs.restore(slots)
         with torch.inference_mode():
             for tensor, value in zip(self._state, state, strict=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,20 +13,37 @@ from graphcap.errors import GraphcapError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0 done, 1 the check failed, 2 bad input or machine."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    """Run one command. Returns the exit code: 0 done, 1 a check failed (tokens differ, something
+    asked for is missing), 2 bad input or a machine that cannot do it, 130 interrupted."""
     try:
-        return int(options.run(options))
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a terminal that has no µ still gets the rest
+        options = _parser().parse_args(arguments)
+        code = int(options.run(options))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except GraphcapError as error:
-        print(f"graphcap: error: {error}", file=sys.stderr)
-        return 2
+        return _fail(str(error))
     except KeyboardInterrupt:
-        print("graphcap: interrupted", file=sys.stderr)
+        _fail("interrupted")
         return 130
-    except BrokenPipeError:  # the reader of our output went away
-        sys.stderr.close()
-        return 1
+    except BrokenPipeError:  # the reader of our output went away, which is its right
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 0
+    except (MemoryError, OSError) as error:
+        return _fail(f"{type(error).__name__}: {error}")
+    except RuntimeError as error:
+        if "allocate" not in str(error) and "out of memory" not in str(error):
+            raise
+        return _fail(f"out of memory: {str(error).splitlines()[0]}")
+
+
+def _fail(text: str) -> int:
+    if sys.stderr is not None:
+        print(f"graphcap: error: {text}", file=sys.stderr)
+    return 2
 
 
 class _Parser(argparse.ArgumentParser):

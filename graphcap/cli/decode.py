@@ -16,6 +16,7 @@ from graphcap.cli.options import (
     positive,
     print_json,
     progress_bar,
+    seed,
     settings_with,
 )
 from graphcap.errors import InputError, SettingsError
@@ -64,7 +65,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--recorder", choices=("auto", "cuda", "tape"))
     parser.add_argument("--buckets", metavar="1,2,4", help="bucket sizes (default: auto)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N")
     parser.set_defaults(run=run)
 
 
@@ -82,6 +83,12 @@ def run(options: argparse.Namespace) -> int:
     shape = chosen_shape(options)
     prompts = _prompts(options, shape.vocab_size)
     longest = max(map(len, prompts)) + options.tokens
+    if longest > shape.max_position_embeddings:
+        raise InputError(
+            f"{options.tokens} new tokens after a prompt of {max(map(len, prompts))} make {longest}, "
+            f"and {shape.name} was made for {shape.max_position_embeddings} positions; "
+            f"ask for fewer tokens"
+        )
     weights = _weights(options, device)
     _share_cores(weights)
     kernels = decode_kernels(backend)

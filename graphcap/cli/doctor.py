@@ -29,7 +29,7 @@ def add_to(commands: Any) -> None:
         help="show what this machine has and what graphcap chooses on it",
         description="Shows versions, whether graph capture works (by capturing a graph of one "
         "kernel), the recorder and kernels that would be chosen and why, and every environment "
-        "variable with its origin.",
+        "variable with its origin. Exit code 1 if something that was asked for is not to be had.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
@@ -39,26 +39,32 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from graphcap import __version__
-    from graphcap.errors import BackendError
+    from graphcap.errors import BackendError, SettingsError
     from graphcap.moe.kernels import choose_backend
     from graphcap.recorders.select import probe_capture, select_recorder
-    from graphcap.settings import VARIABLES, Settings, unknown_variables
+    from graphcap.settings import VARIABLES, Settings, misspelt
 
-    settings = Settings.from_env()
+    problems: list[str] = []
+    warnings = misspelt(os.environ)
+    try:
+        settings = Settings.from_env()
+    except SettingsError as error:
+        problems.append(str(error))
+        settings = Settings()
+    if settings.enabled:
+        warnings.append("GRAPHCAP=1 has no effect: this version of graphcap has no vLLM plugin")
     device = default_device()
     probe = probe_capture(device)
-    warnings = [f"{name} is not a graphcap variable" for name in unknown_variables(os.environ)]
-    try:
-        backend = choose_backend(settings.kernels, device)
-        chosen_kernels = f"{backend.name}: {backend.why}"
-    except BackendError as error:
-        chosen_kernels = "none"
-        warnings.append(str(error))
-    try:
-        chosen_recorder = select_recorder(settings.recorder, device).name
-    except BackendError as error:
-        chosen_recorder = "none"
-        warnings.append(str(error))
+    chosen = {}
+    for what, choose in (
+        ("recorder", lambda: select_recorder(settings.recorder, device).name),
+        ("kernels", lambda: _text(choose_backend(settings.kernels, device))),
+    ):
+        try:
+            chosen[what] = choose()
+        except BackendError as error:
+            chosen[what] = "none"
+            problems.append(str(error))
     result = {
         "machine": {
             "graphcap": __version__,
@@ -66,8 +72,7 @@ def run(options: argparse.Namespace) -> int:
             "torch": torch.__version__,
             "device": _device(device),
             "graph capture": f"{'works' if probe.works else 'no'}: {probe.detail}",
-            "recorder": chosen_recorder,
-            "kernels": chosen_kernels,
+            **chosen,
             "triton": _version("triton"),
             "cuda-bindings": _version("cuda-bindings", module="cuda"),
             "vllm": _version("vllm"),
@@ -77,8 +82,8 @@ def run(options: argparse.Namespace) -> int:
         "variables": [
             {
                 "name": variable.name,
-                "value": settings.value_of(variable.name),
-                "origin": settings.origins[variable.name],
+                "value": os.environ.get(variable.name, settings.value_of(variable.name)),
+                "origin": "environment" if variable.name in os.environ else "default",
                 "meaning": variable.meaning,
             }
             for variable in VARIABLES
@@ -88,6 +93,7 @@ def run(options: argparse.Namespace) -> int:
             for name in VENDOR_VARIABLES
             if name in os.environ
         ],
+        "problems": problems,
         "warnings": warnings,
     }
     if options.json:
@@ -96,7 +102,11 @@ def run(options: argparse.Namespace) -> int:
         from graphcap.cli.tables import print_doctor
 
         print_doctor(result)
-    return 0
+    return 1 if problems else 0
+
+
+def _text(backend: Any) -> str:
+    return f"{backend.name}: {backend.why}"
 
 
 def _device(device: Any) -> str:

@@ -19,14 +19,28 @@ if TYPE_CHECKING:
     from graphcap.manager import Progress
     from graphcap.settings import Settings
 
+_LARGEST = 1_000_000
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SHAPES = ("tiny", "seed-64", "qwen3-30b-a3b")
 
 
 def positive(text: str) -> int:
     """An argparse type: an integer of at least 1."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, found {text!r}")
+    return _bounded(text, 1, _LARGEST)
+
+
+def seed(text: str) -> int:
+    """An argparse type: what torch takes as a seed."""
+    return _bounded(text, 0, 2**63 - 1)
+
+
+def _bounded(text: str, least: int, most: int) -> int:
+    digits = text.isascii() and text.isdigit() and len(text) < 20
+    if not digits or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(
+            f"expected an integer of at least {least} and at most {most:,}, found {text!r}"
+        )
     return int(text)
 
 

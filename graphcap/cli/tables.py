@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
 def print_decode(result: Mapping[str, Any]) -> None:
-    console = Console()
-    bucket = result["bucket"]
-    served = f"bucket {bucket}" if bucket else f"above the maximum {result['max_batch']}: eager"
-    table = Table(
-        title=f"{result['shape']}, {result['layers']} layers, {result['dtype']}, batch "
-        f"{result['batch']} ({served}) on {result['device']}",
-        title_justify="left",
+    console = _console()
+    bucket, batch = result["bucket"], result["batch"]
+    replays = result["replay"]["launches_per_token"] == 1 and bucket is not None
+    ran = f"replay ({result['recorder']})" if replays else "eager fallback"
+    where = f"bucket {bucket}" if bucket else f"above the maximum batch {result['max_batch']}"
+    console.print(
+        f"{result['shape']}, {_count(result['layers'], 'layer')}, {result['dtype']}, batch {batch} "
+        f"({where}) on {result['device']}"
     )
+    table = Table()
     table.add_column("per token")
     table.add_column("eager", justify="right")
-    table.add_column(f"replay ({result['recorder']})", justify="right")
+    table.add_column(ran, justify="right")
     eager, replay = result["eager"], result["replay"]
     for label, key in (
         ("operations", "operations_per_token"),
@@ -29,35 +33,43 @@ def print_decode(result: Mapping[str, Any]) -> None:
         ("host µs", "host_us_per_token"),
         ("ms", "ms_per_token"),
     ):
-        table.add_row(label, _number(eager.get(key)), _number(replay.get(key)))
+        if eager.get(key) is not None or replay.get(key) is not None:
+            table.add_row(label, _number(eager.get(key)), _number(replay.get(key)))
     console.print(table)
+    for prompt, tokens in list(zip(result["prompt_ids"], result["token_ids"], strict=True))[:4]:
+        console.print(f"  {_ids(prompt, 6)} -> {_ids(tokens, 8)}", highlight=False)
     equal = "equal" if result["outputs_equal"] else "[bold red]NOT EQUAL[/]"
     console.print(
-        f"{result['tokens']} tokens for each of {result['batch']} sequences: replayed and eager "
-        f"tokens are {equal}"
+        f"{_count(result['tokens'], 'token')} for each of {_count(batch, 'sequence')}: "
+        f"tokens of both ways are {equal}"
     )
-    recorded = Table(title="recordings", title_justify="left")
-    for label in ("bucket", "operations", "MiB", "capture ms", "replays"):
+    recorded = Table(title="recordings")
+    recorded.title_justify = "left"
+    for label in ("bucket", "operations", "KiB", "capture ms", "replays"):
         recorded.add_column(label, justify="right")
     for entry in result["buckets"]:
         recorded.add_row(
             str(entry["size"]),
             str(entry["nodes"]),
-            f"{entry['mib']:.2f}",
+            f"{entry['mib'] * 1024:,.0f}",
             f"{entry['capture_ms']:.1f}",
             str(entry["replays"]),
         )
     console.print(recorded)
     console.print(
         f"pool {result['pool_mib']:.2f} MiB (lower bound {result['pool_lower_bound_mib']:.2f}), "
-        f"kernels: {result['kernels']['backend']}, fallbacks: {result['fallbacks'] or 'none'}"
+        f"kernels: {result['kernels']['backend']}; replays count prompt tokens as well"
     )
+    for reason, steps in result["fallbacks"].items():
+        console.print(f"[yellow]{_count(steps, 'step')} ran eagerly: {reason}[/]")
+    if bucket is None:
+        console.print("[yellow]raise --max-batch to have this batch recorded[/]")
     for size, why in result["failures"].items():
-        console.print(f"[yellow]bucket {size} has no recording:[/] {why}", markup=True)
+        console.print(f"[yellow]bucket {size} has no recording:[/] {escape(why)}")
 
 
 def print_census(result: Mapping[str, Any]) -> None:
-    console = Console()
+    console = _console()
     has_nodes = result["graph_nodes"] is not None
     table = Table(
         title=f"one step of {result['shape']}, {result['layers']} layers, batch {result['batch']}",
@@ -82,10 +94,15 @@ def print_census(result: Mapping[str, Any]) -> None:
     cells = ["allocations, eager", "", str(result["allocations_per_step"])]
     table.add_row(*cells, *([""] if has_nodes else []), _number(result["analysis_allocations"]))
     console.print(table)
+    if result["analysis_total"] is not None:
+        console.print(
+            "original analysis: what an analysis of Qwen3.6-35B-A3B under vLLM on another card counted "
+            "for 64 layers. It counts attention once a step and no projections."
+        )
 
 
 def print_doctor(result: Mapping[str, Any]) -> None:
-    console = Console()
+    console = _console()
     table = Table(show_header=False, box=None)
     for label, text in result["machine"].items():
         table.add_row(label, str(text))
@@ -98,8 +115,25 @@ def print_doctor(result: Mapping[str, Any]) -> None:
             variable["name"], variable["value"], variable["origin"], variable["meaning"]
         )
     console.print(variables)
+    for line in result["problems"]:
+        console.print(f"[bold red]problem:[/] {escape(line)}")
     for line in result["warnings"]:
-        console.print(f"[yellow]{line}[/]")
+        console.print(f"[yellow]{escape(line)}[/]")
+
+
+def _console() -> Console:
+    """As wide as the terminal; where there is none, wide enough that no cell is cut."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=110)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _ids(ids: Sequence[int], most: int) -> str:
+    shown = ",".join(map(str, ids[:most]))
+    return f"{shown},… ({len(ids)})" if len(ids) > most else shown
 
 
 def _number(value: float | int | None) -> str:

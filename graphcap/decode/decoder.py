@@ -56,6 +56,8 @@ class Prompts:
             raise InputError(f"tokens: expected at least 1 new token a prompt, found {tokens}")
         for prompt in prompts:
             for token in prompt:
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise InputError(f"token ids are integers, found {token!r}")
                 if not 0 <= token < vocab_size:
                     raise InputError(
                         f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})"

@@ -22,10 +22,13 @@ class Recording(ABC):
         outputs: the tensors that every replay writes. Their contents last until the next replay of
             any recording that shares the step's pool.
         nbytes: memory that making this recording took, measured, in bytes.
+        pinned: storages that the step reads or writes and that it did not make itself (slots, pool,
+            weights, caches): kept alive as long as the recording.
     """
 
     outputs: Mapping[str, torch.Tensor]
     nbytes: int
+    pinned: tuple[torch.UntypedStorage, ...]
 
     @abstractmethod
     def replay(self) -> None:
@@ -61,6 +64,19 @@ class Recorder(ABC):
     def close(self) -> None:
         """Give back what the recordings shared. Idempotent."""
         return
+
+
+@contextmanager
+def autocast_casts_not_kept() -> Iterator[None]:
+    """Without autocast's cache, which keeps casts of weights from one run of a step to the next: a
+    recording would read the cast of then and follow no change of the weight."""
+    kept = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
 
 
 @contextmanager

@@ -13,11 +13,17 @@ import torch
 from graphcap.census import Call, Census
 from graphcap.errors import BackendError, CaptureError, StateError
 from graphcap.operations import Operation
-from graphcap.recorders.base import BoundStep, Recorder, Recording, garbage_collection_held
+from graphcap.recorders.base import (
+    BoundStep,
+    Recorder,
+    Recording,
+    autocast_casts_not_kept,
+    garbage_collection_held,
+)
 from graphcap.recorders.graph_nodes import GraphReader
 from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.source import raising_line
-from graphcap.recorders.tape import dispatch_row
+from graphcap.recorders.tape import dispatch_row, storage_key, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -31,21 +37,40 @@ class CaptureTrace(StepGuard):
         self._stream = stream
         self._reader = reader
         self._graph: Any = None
+        self.pinned: dict[int, Any] = {}
+        self._made: set[int] = set()
 
     def called(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         before = self._count()
+        self._pin((args, kwargs))
         operation.function(*args, **kwargs)
         self._append(operation.name, operation.implementation, before)
 
     def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self._count()
+        inputs = self._pin((args, kwargs))
         result = func(*args, **kwargs)
+        self._made |= {storage_key(t) for t in tensors_in(result)} - inputs
         self._append(dispatch_row(func), "torch", before)
         return result
 
+    def _pin(self, values: Any) -> set[int]:
+        """Keep what the graph reads and the capture did not make: nothing else would keep it."""
+        keys = set()
+        for tensor in tensors_in(values):
+            key = storage_key(tensor)
+            keys.add(key)
+            if key not in self._made:
+                self.pinned.setdefault(key, tensor.untyped_storage())
+        return keys
+
     def census(self) -> Census:
         """Of the capture so far; asked for at its end."""
-        nodes = None if self._reader is None else self._reader.nodes(self._handle())
+        try:
+            nodes = None if self._reader is None else self._reader.nodes(self._handle())
+        except BackendError as error:  # an older driver: no reason to lose the recording
+            logger.warning("graph nodes are not counted: %s", error)
+            nodes = None
         return Census.of(self.calls, graph=nodes)
 
     def _append(self, name: str, implementation: str, before: int | None) -> None:
@@ -55,7 +80,12 @@ class CaptureTrace(StepGuard):
             self.calls.append(Call(name, implementation, nodes=made))
 
     def _count(self) -> int | None:
-        return None if self._reader is None else self._reader.count(self._handle())
+        try:
+            return None if self._reader is None else self._reader.count(self._handle())
+        except BackendError as error:
+            logger.warning("graph nodes are not counted: %s", error)
+            self._reader = None
+            return None
 
     def _handle(self) -> Any:
         if self._graph is None:
@@ -69,11 +99,13 @@ class CudaRecording(Recording):
         self,
         graph: torch.cuda.CUDAGraph,
         outputs: Mapping[str, torch.Tensor],
+        trace: CaptureTrace,
         census: Census,
         nbytes: int,
     ) -> None:
         self.outputs = outputs
         self.nbytes = nbytes
+        self.pinned = tuple(trace.pinned.values())
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._census = census
         self.replay = graph.replay  # type: ignore[method-assign]  # one Python frame less a token
@@ -89,6 +121,7 @@ class CudaRecording(Recording):
             self._graph.reset()
             self._graph = None
             self.outputs = {}
+            self.pinned = ()
             del self.replay  # the method above answers from here on
 
 
@@ -120,7 +153,7 @@ class CudaRecorder(Recorder):
     def warm_up(self, step: BoundStep) -> Mapping[str, torch.Tensor]:
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        with torch.cuda.stream(self._stream), torch.no_grad(), autocast_casts_not_kept():
             outputs = step()
         current.wait_stream(self._stream)
         return outputs
@@ -139,7 +172,7 @@ class CudaRecorder(Recorder):
             free_before, _ = torch.cuda.mem_get_info(self.device)
             graph = torch.cuda.CUDAGraph()
             try:
-                outputs, census = self._capture(graph, step)
+                outputs, trace, census = self._capture(graph, step)
             except BaseException as error:
                 line = raising_line(error.__traceback__)
                 # What the step had allocated is held by its frames until they are cleared.
@@ -150,13 +183,13 @@ class CudaRecorder(Recorder):
                 raise _explained(error, bucket, line) from error
             torch.cuda.synchronize(self.device)
             free_after, _ = torch.cuda.mem_get_info(self.device)
-        return CudaRecording(graph, outputs, census, max(0, free_before - free_after))
+        return CudaRecording(graph, outputs, trace, census, max(0, free_before - free_after))
 
     def _capture(
         self, graph: torch.cuda.CUDAGraph, step: BoundStep
-    ) -> tuple[Mapping[str, torch.Tensor], Census]:
+    ) -> tuple[Mapping[str, torch.Tensor], CaptureTrace, Census]:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        with torch.cuda.stream(self._stream), torch.no_grad(), autocast_casts_not_kept():
             # thread_local: what other threads do on the device does not break this capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             trace = CaptureTrace(self.device, self._stream.cuda_stream, self._reader)
@@ -164,7 +197,7 @@ class CudaRecorder(Recorder):
                 outputs = dict(step())
             census = trace.census()
             graph.capture_end()
-        return outputs, census
+        return outputs, trace, census
 
     def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a broken capture and bring allocator and random generators back to normal."""

@@ -8,25 +8,24 @@ are watched: torch's dispatcher, graphcap's kernel layer, and Triton launches be
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap.errors import CaptureError
 from graphcap.operations import Operation, observed_by
+from graphcap.recorders.host_reads import KEEP_ON_DEVICE, HostReadGuard
 from graphcap.recorders.source import calling_line
+from graphcap.recorders.triton_hook import triton_launches_seen_by
 
-_KEEP_ON_DEVICE = "keep the value on the device: use torch.where, or index with a tensor"
 _FIXED_SHAPE = "compute a fixed number of rows and mask: use torch.where or masked_fill"
 _CURES = {
-    "_local_scalar_dense": _KEEP_ON_DEVICE,
-    "item": _KEEP_ON_DEVICE,
+    "_local_scalar_dense": KEEP_ON_DEVICE,
+    "item": KEEP_ON_DEVICE,
     "equal": "compare with torch.eq(a, b).all() and keep the result on the device",
     "nonzero": _FIXED_SHAPE,
     "masked_select": _FIXED_SHAPE,
@@ -37,18 +36,11 @@ _CURES = {
 }
 _SPOKEN = {"_local_scalar_dense": ".item() (or bool(), int(), float() of a tensor)"}
 
-_HOST_READS: Mapping[Any, str] = {
-    torch.Tensor.cpu: ".cpu()",
-    torch.Tensor.tolist: ".tolist()",
-    torch.Tensor.numpy: ".numpy()",
-    torch.Tensor.__array__: "numpy conversion",
-    torch.Tensor.__repr__: "printing a tensor",
-    torch.Tensor.__format__: "formatting a tensor",
-    torch.Tensor.apply_: ".apply_()",
-    torch.Tensor.map_: ".map_()",
-}
 _MASKS = (torch.bool, torch.uint8)
-_FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+_METADATA = frozenset({"is_same_size", "is_pinned", "promote_types", "result_type", "can_cast"})
+"""Return no tensor, but read none either."""
+_MOVES_STORAGE = frozenset({"resize_", "resize_as_", "resize_as_sparse_", "set_", "set_data"})
 
 
 class StepGuard(TorchDispatchMode):
@@ -66,6 +58,7 @@ class StepGuard(TorchDispatchMode):
         self.replays_live = replays_live
         self._thread = threading.get_ident()
         self._depth = 0  # above 0: inside an operation that was seen and allowed
+        self._refused: CaptureError | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -88,11 +81,18 @@ class StepGuard(TorchDispatchMode):
     def watching(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(observed_by(self))
-            stack.enter_context(_HostReadGuard(self))
+            stack.enter_context(HostReadGuard(self))
             if self.replays_live:
-                stack.enter_context(_triton_launches_seen_by(self._triton_launch))
+                stack.enter_context(triton_launches_seen_by(self._triton_launch))
             stack.enter_context(self)
-            yield
+            try:
+                yield
+            except Exception as error:
+                if self._refused is None or error is self._refused:
+                    raise
+                raise self._refused from error
+        if self._refused is not None:  # the step caught it and took another branch
+            raise self._refused
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -129,7 +129,7 @@ class StepGuard(TorchDispatchMode):
 
     def _triton_launch(self, kernel: str) -> None:
         if not self._depth and threading.get_ident() == self._thread:
-            raise CaptureError(
+            raise self._first(
                 f"the Triton kernel {kernel!r} was launched at {calling_line()} where the tape "
                 f"cannot see its arguments; wrap the launch with graphcap.operations.operation, or "
                 f"register it as a custom operator with torch.library"
@@ -144,23 +144,32 @@ class StepGuard(TorchDispatchMode):
         on_device = not self.replays_live and _reads_mask_on_host(packet, args)
         if on_device or _is_data_dependent(func, packet, args, kwargs, tags):
             what = _SPOKEN.get(packet, f"aten.{packet}")
-            raise self._refusal(
+            raise self.refusal(
                 what,
                 "its result's shape or value has to be read by the host",
                 _CURES.get(packet, _FIXED_SHAPE),
             )
-        if returns and not any(_is_tensor_type(r.type) for r in returns):
-            raise self._refusal(
-                str(func), "it returns a value of a tensor to the host", _KEEP_ON_DEVICE
+        if func.namespace in _COLLECTIVES and self.replays_live:
+            raise self.refusal(
+                str(func),
+                "a tape cannot wait for a collective",
+                "record this step with the cuda recorder, or wrap the collective and its wait in "
+                "one graphcap.operations.operation",
             )
-        if torch.Tag.inplace_view in tags:
-            raise self._refusal(
+        known = packet in _METADATA
+        if returns and not known and not any(_is_tensor_type(r.type) for r in returns):
+            raise self.refusal(
+                str(func), "it returns a value of a tensor to the host", KEEP_ON_DEVICE
+            )
+        # A graph has the addresses already; a tape holds the tensor whose shape would change.
+        if torch.Tag.inplace_view in tags and (self.replays_live or packet in _MOVES_STORAGE):
+            raise self.refusal(
                 str(func),
                 "it changes the shape or storage of a tensor in place",
                 "use the out-of-place form, such as t() for t_(), and tensors of a fixed size",
             )
         if packet in ("_to_copy", "copy_", "copy") and not self._copy_stays(packet, args, kwargs):
-            raise self._refusal(
+            raise self.refusal(
                 str(func),
                 "it copies between the host and the device",
                 f"keep the step's tensors on {self.device}; pass what changes as a slot",
@@ -181,36 +190,19 @@ class StepGuard(TorchDispatchMode):
             and host.is_pinned()
         )
 
-    def _refusal(self, what: str, why: str, cure: str) -> CaptureError:
-        return CaptureError(f"{what} at {calling_line()} cannot be recorded: {why}; {cure}")
+    def refusal(self, what: str, why: str, cure: str) -> CaptureError:
+        return self._first(f"{what} at {calling_line()} cannot be recorded: {why}; {cure}")
 
+    def _first(self, text: str) -> CaptureError:
+        error = CaptureError(text)
+        if self._refused is None:
+            self._refused = error
+        return error
 
-class _HostReadGuard(TorchFunctionMode):
-    """Host reads that reach no dispatcher on a CPU tensor, and are wrong on every device."""
-
-    def __init__(self, guard: StepGuard) -> None:
-        super().__init__()
-        self._guard = guard
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if not self._guard._depth:
-            try:
-                what = _HOST_READS.get(func)
-            except TypeError:  # an unhashable callable is none of ours
-                what = None
-            if func is torch.Tensor.__dlpack__ and args[0].is_cpu:  # on a device no host sees it
-                what = "DLPack export"
-            if what is not None:
-                raise self._guard._refusal(what, "it copies a tensor to the host", _KEEP_ON_DEVICE)
-            if func in _FROM_VALUES and args and _lists_tensors(args[0]):
-                raise self._guard._refusal(
-                    f"torch.{func.__name__} of a list of tensors",
-                    "it copies their values through the host",
-                    "use torch.stack, which stays on the device",
-                )
-        return func(*args, **(kwargs or {}))
+    @property
+    def is_inside(self) -> bool:
+        """Whether an operation is running that was seen and allowed as a whole."""
+        return self._depth > 0
 
 
 def _is_data_dependent(
@@ -231,55 +223,5 @@ def _reads_mask_on_host(packet: str, args: tuple[Any, ...]) -> bool:
     return any(isinstance(i, torch.Tensor) and i.dtype in _MASKS for i in args[1])
 
 
-def _lists_tensors(data: Any) -> bool:
-    return isinstance(data, (list, tuple)) and any(
-        isinstance(item, torch.Tensor) or _lists_tensors(item) for item in data
-    )
-
-
 def _is_tensor_type(kind: Any) -> bool:
     return "Tensor" in str(kind)
-
-
-@contextmanager
-def _triton_launches_seen_by(callback: Callable[[str], None]) -> Iterator[None]:
-    """Call `callback` with the kernel's name before every Triton launch of this process.
-
-    Triton that was not imported yet cannot launch; one that the step imports is seen at the next
-    recording only.
-    """
-    if "triton" not in sys.modules:
-        yield
-        return
-
-    def enter(metadata: Any) -> None:
-        details = metadata.get() if hasattr(metadata, "get") else {}
-        callback(str(details.get("name", "?")))
-
-    knobs = sys.modules.get("triton.knobs")
-    chain = getattr(getattr(knobs, "runtime", None), "launch_enter_hook", None)
-    if chain is not None and hasattr(chain, "add"):
-        chain.add(enter)
-        try:
-            yield
-        finally:
-            chain.remove(enter)
-        return
-    # Triton before 3.4: one hook, an attribute of the compiled kernel's class (or of knobs).
-    owner: Any = getattr(knobs, "runtime", None)
-    if owner is None or not hasattr(owner, "launch_enter_hook"):
-        from triton.compiler import CompiledKernel
-
-        owner = CompiledKernel
-    previous = owner.launch_enter_hook
-
-    def both(metadata: Any) -> None:
-        enter(metadata)
-        if previous is not None:
-            previous(metadata)
-
-    owner.launch_enter_hook = both
-    try:
-        yield
-    finally:
-        owner.launch_enter_hook = previous

@@ -23,7 +23,8 @@ def out_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         return None, False
     if packet in _IN_PLACE:
         return _IN_PLACE[packet](args, kwargs, result), False
-    variant = _out_variant(func)
+    # oneDNN's workspace is not what its out-variant takes for one.
+    variant = None if packet == "mkldnn_rnn_layer" else _out_variant(func)
     outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     if variant is not None and all(isinstance(output, torch.Tensor) for output in outputs):
         overload, names, generated = variant

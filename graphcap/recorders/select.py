@@ -62,7 +62,7 @@ def select_recorder(wanted: str, device: torch.device) -> Recorder:
     if wanted == "cuda":
         raise BackendError(
             f"the cuda recorder was asked for, but {device} cannot capture: {probe.detail}; "
-            f"use GRAPHCAP_RECORDER=tape"
+            f"use the tape (GRAPHCAP_RECORDER=tape, --recorder tape)"
         )
     logger.warning("%s cannot capture graphs (%s); the tape is used", device, probe.detail)
     return TapeRecorder(device)

@@ -18,7 +18,7 @@ import torch
 from graphcap.census import Call, Census
 from graphcap.errors import CaptureError, StateError
 from graphcap.operations import Operation, current_observer
-from graphcap.recorders.base import BoundStep, Recorder, Recording
+from graphcap.recorders.base import BoundStep, Recorder, Recording, autocast_casts_not_kept
 from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.out_variants import out_call, run_and_copy
 from graphcap.recorders.source import calling_line
@@ -48,9 +48,17 @@ class TapeTrace(StepGuard):
         """Bytes of storage that recorded operations returned and the tape now keeps alive."""
         self.inference = False
         """Whether the step made tensors under ``torch.inference_mode``: only there may they be written."""
+        self.pinned: dict[int, Any] = {}
+        """Storages that the step reads or writes and that were there before it."""
         self._owned: set[int] = set()
 
+    def _pin(self, inputs: Mapping[int, Any]) -> None:
+        for key, storage in inputs.items():
+            if key not in self._owned:
+                self.pinned.setdefault(key, storage)
+
     def called(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._pin({storage_key(t): t.untyped_storage() for t in tensors_in((args, kwargs))})
         if self.device.type != "meta":
             operation.function(*args, **kwargs)
         self.entries.append(
@@ -65,19 +73,20 @@ class TapeTrace(StepGuard):
         before = [(tensor.data_ptr(), tensor.shape) for tensor in written]
         result = func(*args, **kwargs)
         self.inference = self.inference or any(
-            t.is_inference() for t in _tensors([result, written])
+            t.is_inference() for t in tensors_in([result, written])
         )
         if [(tensor.data_ptr(), tensor.shape) for tensor in written] != before:
-            raise self._refusal(
+            raise self.refusal(
                 str(func),
                 "it resized the tensor that it writes to, which changes its shape or address",
                 "give it an output of the right shape",
             )
-        inputs = {_storage(t) for t in _tensors((args, kwargs))}
-        fresh = [t for t in _tensors(result) if _storage(t) not in inputs]
+        inputs = {storage_key(t): t.untyped_storage() for t in tensors_in((args, kwargs))}
+        self._pin(inputs)
+        fresh = [t for t in tensors_in(result) if storage_key(t) not in inputs]
         for tensor in fresh:
-            if _storage(tensor) not in self._owned:
-                self._owned.add(_storage(tensor))
+            if storage_key(tensor) not in self._owned:
+                self._owned.add(storage_key(tensor))
                 self.own_bytes += tensor.untyped_storage().nbytes()
         if written or func._schema.is_mutable:
             if fresh:  # it changes an argument and returns new storage as well
@@ -93,8 +102,8 @@ class TapeTrace(StepGuard):
             if result.untyped_storage().resizable():
                 self._append(func, partial(result.copy_, result.clone()), allocates=False)
             return result
-        if not fresh:  # a view, or a query
-            return result
+        if not fresh and func.namespace == "aten" and not _has_effect(func):
+            return result  # a view, or a query
         call, allocates = out_call(func, args, kwargs, result)
         if call is not None:
             self._append(func, call, allocates=allocates)
@@ -108,6 +117,7 @@ class TapeRecording(Recording):
     def __init__(self, trace: TapeTrace, outputs: Mapping[str, torch.Tensor]) -> None:
         self.outputs = outputs
         self.nbytes = trace.own_bytes
+        self.pinned = tuple(trace.pinned.values())
         self._mode = torch.inference_mode if trace.inference else torch.no_grad
         self._calls: tuple[Callable[[], object], ...] | None = tuple(e.call for e in trace.entries)
         self._census = Census.of(entry.counted for entry in trace.entries)
@@ -126,6 +136,7 @@ class TapeRecording(Recording):
     def close(self) -> None:
         self._calls = None
         self.outputs = {}
+        self.pinned = ()
 
 
 class TapeRecorder(Recorder):
@@ -137,7 +148,7 @@ class TapeRecorder(Recorder):
         self.device = device
 
     def warm_up(self, step: BoundStep) -> Mapping[str, torch.Tensor]:
-        with torch.no_grad():
+        with torch.no_grad(), autocast_casts_not_kept():
             return step()
 
     def record(self, step: BoundStep, bucket: int) -> TapeRecording:
@@ -148,7 +159,7 @@ class TapeRecorder(Recorder):
             )
         trace = TapeTrace(self.device)
         try:
-            with torch.no_grad(), trace.watching():
+            with torch.no_grad(), autocast_casts_not_kept(), trace.watching():
                 outputs = step()
         except CaptureError:
             raise
@@ -174,6 +185,11 @@ def _raised_at(error: BaseException) -> str:
     return raising_line(error.__traceback__) or calling_line()
 
 
+def _has_effect(func: Any) -> bool:
+    """Whether an operation that returns nothing new does something all the same."""
+    return func.overloadpacket.__name__.startswith("_assert")
+
+
 def dispatch_row(func: Any) -> str:
     """Copies are one row whatever their overload; other dispatcher operations keep their names."""
     packet = func.overloadpacket.__name__
@@ -187,22 +203,22 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
         if alias is not None and alias.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             written.append(value)
-    return list(_tensors(written))
+    return list(tensors_in(written))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
 
 
 def _results(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata

@@ -81,8 +81,17 @@ def test_doctor(capsys, monkeypatch):
 
 def test_doctor_says_what_is_missing_instead_of_failing(capsys, monkeypatch):
     monkeypatch.setenv("GRAPHCAP_KERNELS", "ixformer")
-    assert main(["doctor"]) == 0
-    assert "ixformer" in capsys.readouterr().out
+    monkeypatch.setenv("GRAPHCAP_STRICT", "yes")
+    monkeypatch.setenv("GRAPHCAP", "1")
+    assert main(["doctor"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "GRAPHCAP_STRICT: expected 0 or 1, found 'yes'" in printed
+    assert "GRAPHCAP_BUCKETS" in printed
+    monkeypatch.delenv("GRAPHCAP_STRICT")
+    assert main(["doctor"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "has no ixformer kernels" in printed
+    assert "GRAPHCAP=1 has no effect" in printed
 
 
 @pytest.mark.parametrize("command", ["decode", "census", "doctor"])
