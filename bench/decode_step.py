@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     batches = [int(word) for word in options.batches.split(",")]
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA device; on a CPU run: python -m pytest bench")
 
     shape = preset(options.shape)
     if options.layers:

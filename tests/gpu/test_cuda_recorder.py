@@ -378,3 +378,70 @@ def test_strict_raises_where_a_bucket_fails(device):
     step.fail_at[4] = lambda h: h.sum().item()
     with pytest.raises(CaptureError, match="item"):
         manager.capture()
+
+
+def churn(device):
+    for _ in range(5):
+        junk = [torch.full((2**20,), float("nan"), device=device) for _ in range(16)]
+        del junk
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def test_what_only_a_cache_held_stays_alive(device):
+    import functools
+
+    @functools.lru_cache
+    def table():
+        return torch.full((WIDTH,), 3.0, device=device)
+
+    inputs = StaticInputs(4, SLOTS, device)
+    manager = CaptureManager(
+        lambda i: {"y": i["x"] + table()}, inputs, settings=Settings(recorder="cuda")
+    )
+    report = manager.capture()
+    assert not report.failures
+    assert any("rebinding them is not noticed" in note for note in report.notes)
+    table.cache_clear()
+    churn(device)
+    given = batch(3, device)
+    assert torch.equal(manager.run(given)["y"], given["x"] + 3.0)
+
+
+def test_autocast_around_capture_follows_a_changed_weight(device):
+    weight = torch.nn.Parameter(torch.ones(WIDTH, WIDTH, device=device))
+    inputs = StaticInputs(4, SLOTS, device)
+    manager = CaptureManager(
+        lambda i: {"y": i["x"] @ weight}, inputs, settings=Settings(recorder="cuda")
+    )
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert not manager.capture().failures
+    churn(device)
+    weight.data.mul_(2)
+    given = {"x": torch.ones(3, WIDTH, device=device), "count": torch.arange(3, device=device)}
+    assert (manager.run(given)["y"].float() == 2 * WIDTH).all()
+
+
+def test_a_temporary_may_change_its_shape_in_place(device):
+    inputs = StaticInputs(4, SLOTS, device)
+
+    def step(i):
+        y = i["x"] * 2
+        y.unsqueeze_(1)
+        return {"y": y}
+
+    manager = CaptureManager(step, inputs, settings=Settings(recorder="cuda"))
+    assert not manager.capture().failures
+    given = batch(3, device)
+    assert torch.equal(manager.run(given)["y"], (given["x"] * 2)[:, None])
+
+
+def test_padding_that_reaches_real_rows_is_found(device):
+    inputs = StaticInputs(4, SLOTS, device)
+
+    def step(i):
+        return {"y": i["x"] - i["x"].mean(0, keepdim=True)}
+
+    ladder = BucketLadder([1, 4])
+    manager = CaptureManager(step, inputs, ladder=ladder, settings=Settings(recorder="cuda"))
+    assert set(manager.capture().failures) == {4}
