@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,25 +23,29 @@ same kernels give the same bits, but a library may choose another algorithm unde
 
 
 class _Window:
-    """Some watched items, compared in loops that run in C: this happens before every replay."""
+    """Some watched items. Compared before every replay, so each in as few interpreted steps as can be."""
+
+    __slots__ = ("_objects", "_tensors")
 
     def __init__(self, items: Sequence[Watched]) -> None:
-        tensors = [item for item in items if item.address is not None]
-        self.items = tuple(items)
-        self._finders = tuple(item.finder() for item in items)
-        self._values = tuple(item.value for item in items)
-        self._addresses = [item.address for item in tensors]
-        self._data_ptrs = tuple(item.value.data_ptr for item in tensors)
+        self._objects = tuple((i.finder(), i.value) for i in items if i.address is None)
+        self._tensors = tuple(
+            (i.finder(), i.value, i.value.data_ptr, i.address)
+            for i in items
+            if i.address is not None
+        )
 
     def holds(self) -> bool:
         try:
-            found = [find() for find in self._finders]
+            for find, value, data_ptr, address in self._tensors:
+                if find() is not value or data_ptr() != address:
+                    return False
+            for find, value in self._objects:
+                if find() is not value:
+                    return False
         except GONE:
             return False
-        return (
-            all(map(operator.is_, found, self._values))
-            and [data_ptr() for data_ptr in self._data_ptrs] == self._addresses
-        )
+        return True
 
 
 class Fingerprint:

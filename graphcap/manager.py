@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -22,12 +21,12 @@ from graphcap.buckets import BucketLadder
 from graphcap.capturing import BucketCapture
 from graphcap.checks import Fingerprint
 from graphcap.errors import (
-    FallbackError,
     InputError,
     LadderError,
     StateError,
 )
-from graphcap.inputs import NUM_ROWS, StaticInputs
+from graphcap.fallback import Fallback
+from graphcap.inputs import StaticInputs
 from graphcap.operations import current_observer
 from graphcap.pool import BufferPool
 from graphcap.reachable import reachable
@@ -46,20 +45,15 @@ place; returns tensors whose first dimension is the batch."""
 Progress = Callable[[int, int, str], None]
 """Called with (done, of how many, what comes next) while capture() works."""
 
-_REMEDIES = {
-    "above_max_batch": "raise max_batch (and the ladder), or limit the batch to it",
-    "not_recorded": "see the WARNING of capture() and stats().failures for why",
-    "verification": "see the WARNING of capture() and stats().failures for what differed",
-}
-
 
 class _Served:
-    """What one bucket has served so far, and the views it returns by row count."""
+    """A bucket: its recording, what it has served so far, the views it returns by row count."""
 
-    __slots__ = ("replays", "rows", "size", "views")
+    __slots__ = ("recording", "replays", "rows", "size", "views")
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.recording: Recording | None = None
         self.replays = self.rows = 0
         self.views: dict[int, Mapping[str, torch.Tensor]] = {}
 
@@ -123,10 +117,9 @@ class CaptureManager:
         self._steady: tuple[_Served, int] | None = None  # the last run was a replay of so many rows
         self._fingerprint: Fingerprint | None = None
         self._report: CaptureReport | None = None
-        self._overflow: dict[str, torch.Tensor] | None = None
+        self._fallback = Fallback(step, inputs, self.pool, self.ladder, strict=self.settings.strict)
         self._unwatched_note: str | None = None
-        self._verified = self._fallback_rows = 0
-        self._fallbacks: Counter[str] = Counter()
+        self._verified = 0
 
     # -- capture ---------------------------------------------------------------------------------
 
@@ -160,6 +153,8 @@ class CaptureManager:
                 self._state = "new"
                 raise
             self._captured.warn()
+            for size, recording in self._captured.recordings.items():
+                self._served[size].recording = recording
             self._report = self._reported(time.perf_counter() - started)
             self._state = "recorded"
             if self.settings.report is not None:
@@ -304,8 +299,8 @@ class CaptureManager:
                 f"run() was called on a manager that is {self._state}; "
                 + ("make a new one" if self._state == "closed" else "call capture() first")
             )
-        if self._overflow is not None and not batch and rows in (None, len_of(self._overflow)):
-            return self._fall_back(self._overflow, len_of(self._overflow), "above_max_batch")
+        if not batch and self._fallback.continues(rows):
+            return self._fallback.run_on()
         count = self.inputs.check(batch, rows)
         if agreed_batch is not None and agreed_batch < count:
             raise InputError(
@@ -315,7 +310,8 @@ class CaptureManager:
         size = self.ladder.bucket_for(agreed_batch or count)
         if size is None or size not in self._captured.recordings:
             reason = "above_max_batch" if size is None else self._captured.failures[size].reason
-            return self._fall_back(batch, count, reason)
+            self._steady = None
+            return self._fallback.run(batch, count, reason)
         return self._replay(self._served[size], count, batch, settles=agreed_batch is None)
 
     def _replay(
@@ -330,13 +326,14 @@ class CaptureManager:
         if batch or count != self.inputs.rows:
             self.inputs.load(batch or {}, count)
         every = self.settings.verify_every
-        recording = self._captured.recordings[served.size]
+        recording = served.recording
+        assert recording is not None
         if every and (self._replays + 1) % every == 0:
             self._verifier.check_live(recording, self._bound(served.size), served.size)
             self._verified += 1
         else:
             recording.replay()
-        self._overflow = None
+        self._fallback.forget()
         self._steady = (served, count) if settles else None
         served.replays += 1
         served.rows += count
@@ -346,44 +343,6 @@ class CaptureManager:
             views = MappingProxyType({n: tensor[:count] for n, tensor in recording.outputs.items()})
             served.views[count] = views
         return views
-
-    def _fall_back(
-        self, batch: Mapping[str, torch.Tensor], count: int, reason: str
-    ) -> Mapping[str, torch.Tensor]:
-        remedy = _REMEDIES[reason]
-        text = (
-            f"a step of {count} rows has no recording ({reason}, maximum {self.ladder.max_batch})"
-        )
-        if self.settings.strict:
-            raise FallbackError(f"{text} and GRAPHCAP_STRICT=1 forbids eager steps; {remedy}")
-        if self._fallbacks[reason] == 0:
-            logger.warning("%s and runs eagerly, from now on without a message; %s", text, remedy)
-        self._steady = None
-        slots = self._above_maximum(batch, count) if count > self.inputs.max_batch else None
-        if slots is None:
-            self._overflow = None
-            self.inputs.load(batch, count)
-            slots = self.inputs.views(count)
-        with torch.no_grad(), self.pool.outside(), self.pool.step():
-            outputs = self.step(slots)
-        self._fallbacks[reason] += 1
-        self._fallback_rows += count
-        return outputs
-
-    def _above_maximum(
-        self, batch: Mapping[str, torch.Tensor], count: int
-    ) -> Mapping[str, torch.Tensor]:
-        """Slots of a batch that does not fit the arena: tensors of their own, kept for the next step."""
-        if batch is not self._overflow:
-            device = self.inputs.device
-            with torch.inference_mode(False), torch.no_grad():
-                kept = {n: batch[n].detach().to(device, copy=True) for n in self.inputs.slots}
-                kept[NUM_ROWS] = torch.tensor([count], dtype=torch.int32, device=device)
-            self._overflow = kept
-            self.inputs.rows = 0  # what the slots hold belongs to an earlier batch
-        assert self._overflow is not None
-        # New views at every step, as of slots: see StaticInputs.views.
-        return MappingProxyType({name: tensor[:] for name, tensor in self._overflow.items()})
 
     # -- the rest --------------------------------------------------------------------------------
 
@@ -412,10 +371,10 @@ class CaptureManager:
         return ManagerStats(
             state=self._state,
             recorder=self.recorder.name,
-            steps=self._replays + self._fallbacks.total(),
+            steps=self._replays + self._fallback.counts.total(),
             replays=self._replays,
-            fallbacks=dict(self._fallbacks),
-            rows=sum(served.rows for served in self._served.values()) + self._fallback_rows,
+            fallbacks=dict(self._fallback.counts),
+            rows=sum(served.rows for served in self._served.values()) + self._fallback.rows,
             padding_rows=sum(served.padding_rows for served in self._served.values()),
             input_launches=self.inputs.launches,
             verified=self._verified,
@@ -447,7 +406,9 @@ class CaptureManager:
         self._captured.close()
         for served in self._served.values():
             served.views.clear()
-        self._overflow = self._steady = None
+            served.recording = None
+        self._fallback.forget()
+        self._steady = None
         if self._fingerprint is not None:
             self._fingerprint.close()
             self._fingerprint = None
@@ -471,10 +432,6 @@ class CaptureManager:
             f"{what} was called while this manager is in use, by another thread or by its own step; "
             f"a manager serves one call at a time: use one per thread, or a lock"
         )
-
-
-def len_of(batch: Mapping[str, torch.Tensor]) -> int:
-    return next(int(tensor.shape[0]) for name, tensor in batch.items() if name != NUM_ROWS)
 
 
 def _device_name(device: torch.device) -> str:

@@ -50,6 +50,10 @@ class Watched:
         """Looks the value up where it was found; runs in C. Raises where the place is gone."""
         if isinstance(self.holder, dict):
             return functools.partial(self.holder.get, self.key, _ABSENT)
+        if self.key in getattr(self.holder, "__dict__", ()) and not hasattr(
+            type(self.holder), self.key
+        ):  # an ordinary attribute: its dictionary answers faster than getattr
+            return functools.partial(vars(self.holder).get, self.key, _ABSENT)
         if isinstance(self.holder, (list, tuple)):
             return functools.partial(operator.getitem, self.holder, self.key)
         return functools.partial(getattr, self.holder, self.key, _ABSENT)
