@@ -14,7 +14,7 @@ from rich.table import Table
 def print_decode(result: Mapping[str, Any]) -> None:
     console = _console()
     bucket, batch = result["bucket"], result["batch"]
-    replays = result["replay"]["launches_per_token"] == 1 and bucket is not None
+    replays = bucket in [entry["size"] for entry in result["buckets"]]
     ran = f"replay ({result['recorder']})" if replays else "eager fallback"
     where = f"bucket {bucket}" if bucket else f"above the maximum batch {result['max_batch']}"
     console.print(
