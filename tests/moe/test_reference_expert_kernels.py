@@ -13,7 +13,7 @@ from toy import memory_events
 
 from graphcap.errors import BackendError
 from graphcap.moe.experts import block_size_m, sorted_length
-from graphcap.moe.kernels import choose_backend, expert_kernels, reference
+from graphcap.moe.kernels import choose_backend, expert_kernels, reference, reference_align
 from graphcap.operations import Operation
 
 CPU = torch.device("cpu")
@@ -168,7 +168,7 @@ def test_align_on_a_device_equals_align_on_the_host(data: st.DataObject):
     host = aligned(ids, experts, block)
     device = tuple(torch.full_like(t, -7) for t in host)
     args = (ids, *device, experts, block)
-    reference._align_on_device(*args, **on_device_scratch(reference.align, args))
+    reference_align._align_on_device(*args, **on_device_scratch(reference.align, args))
     for theirs, ours in zip(device, host, strict=True):
         assert torch.equal(theirs, ours)
 
