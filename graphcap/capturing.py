@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -83,18 +83,26 @@ class BucketCapture:
             )
 
     def verify(
-        self, size: int, step: BoundStep, rows: Sequence[int], kept: Collection[torch.Tensor]
+        self,
+        size: int,
+        step: BoundStep,
+        rows: Sequence[int],
+        kept: Collection[torch.Tensor],
+        unpadded: Callable[[int], BoundStep],
     ) -> None:
         """Hold a recorded bucket against the eager step, once for each number of real `rows`.
 
         Args:
             kept: tensors that the step reads and that are not its own; see `Verifier.check`.
+            unpadded: the step bound to exactly so many rows.
         """
         if size not in self.recordings:
             return
         with self._costs_only(size, "verification", "verified"):
             recording = self.recordings[size]
-            worst = max(self._verifier.check(recording, step, size, n, kept) for n in rows)
+            worst = max(
+                self._verifier.check(recording, step, size, n, kept, unpadded(n)) for n in rows
+            )
             self.reports[size] = replace(self.reports[size], largest_difference=worst)
 
     def warn(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,12 +83,21 @@ class Fingerprint:
         ]
         self._next = 0
         self._all_due = False
-        # nn.Module.__setattr__ announces a new parameter or buffer to these hooks, also a rebound one.
-        self._hooks = [
-            nn_module.register_module_parameter_registration_hook(self._assigned),
-            nn_module.register_module_buffer_registration_hook(self._assigned),
-            nn_module.register_module_module_registration_hook(self._assigned),
+        # nn.Module.__setattr__ announces a new parameter, buffer or module to these hooks, also a
+        # rebound one. They are global: held weakly, they go when the fingerprint goes.
+        myself = weakref.ref(self)
+
+        def assigned(*_: Any) -> None:
+            fingerprint = myself()
+            if fingerprint is not None:
+                fingerprint._all_due = True
+
+        hooks = [
+            nn_module.register_module_parameter_registration_hook(assigned),
+            nn_module.register_module_buffer_registration_hook(assigned),
+            nn_module.register_module_module_registration_hook(assigned),
         ]
+        self._remove_hooks = weakref.finalize(self, _remove, hooks)
 
     def check(self) -> None:
         """Raises `StaleRecordingError` with the name of what changed."""
@@ -116,14 +126,14 @@ class Fingerprint:
         return [item.value for item in self.watched if item.address is not None]
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._remove_hooks()
         self._windows = []
         self.watched = ()
 
-    def _assigned(self, *_: Any) -> None:
-        self._all_due = True
+
+def _remove(hooks: Sequence[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def compare(

@@ -13,6 +13,7 @@ from graphcap.buckets import BucketLadder
 from graphcap.errors import FallbackError
 from graphcap.inputs import NUM_ROWS, StaticInputs
 from graphcap.pool import BufferPool
+from graphcap.recorders.base import autocast_casts_not_kept
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,11 @@ class Fallback:
 
     def continues(self, rows: int | None) -> bool:
         """Whether a run without a batch goes on with one that is too large for the slots."""
-        return self._overflow is not None and rows in (None, self._overflow_rows)
+        return (
+            self._overflow is not None
+            and self._inputs.rows == 0  # else a batch was loaded into the slots since
+            and rows in (None, self._overflow_rows)
+        )
 
     def forget(self) -> None:
         """Another batch has come: the large one is no longer the current one."""
@@ -86,6 +91,7 @@ class Fallback:
                 "%s and runs eagerly, from now on without a message; %s", text, _REMEDIES[reason]
             )
         if rows > self._inputs.max_batch:
+            self.forget()  # its memory, before as much again is asked for
             self._overflow, self._overflow_rows = self._copied(batch, rows), rows
             self._inputs.rows = 0  # what the slots hold belongs to an earlier batch
             return self.run_on()
@@ -98,7 +104,12 @@ class Fallback:
     ) -> Mapping[str, torch.Tensor]:
         # New views at every step: see StaticInputs.views.
         views = MappingProxyType({name: tensor[:] for name, tensor in slots.items()})
-        with torch.no_grad(), self._pool.outside(), self._pool.step():
+        with (
+            torch.no_grad(),
+            autocast_casts_not_kept(),
+            self._pool.outside(),
+            self._pool.step(),
+        ):
             outputs = self._step(views)
         self.counts[reason] += 1
         self.rows += rows

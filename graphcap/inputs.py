@@ -243,19 +243,14 @@ class StaticInputs:
 
     @contextmanager
     def pads_like_row(self, row: int) -> Iterator[None]:
-        """For a while padding rows get what row `row` holds, instead of their declared values.
-
-        Slots of integers keep theirs where there are floating-point ones: an integer may be what
-        marks a row as padding.
-        """
+        """For a while padding rows get what row `row` holds, instead of their declared values."""
         declared = self._pad_words.clone()
-        floats = {name for name, slot in self.slots.items() if slot.dtype.is_floating_point}
         image = self._pad_words.view(torch.uint8)
-        for name in floats or self.slots:
-            start, end = self._spans[name]
-            target = image[start:end].view(self.slots[name].dtype).view(self._tensors[name].shape)
-            target.copy_(self._tensors[name][row].clone().expand_as(target))
         try:
+            for name, slot in self.slots.items():
+                start, end = self._spans[name]
+                target = image[start:end].view(slot.dtype).view(self._tensors[name].shape)
+                target.copy_(self._tensors[name][row].clone().expand_as(target))
             yield
         finally:
             self._pad_words.copy_(declared)

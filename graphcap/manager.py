@@ -110,6 +110,7 @@ class CaptureManager:
             )
         self.recorder = recorder or select_recorder(self.settings.recorder, inputs.device)
         self._verifier = Verifier(inputs, self.pool, example, state, rows_mix)
+        self.recorder.generators = self._verifier.generators
         self._lock = threading.Lock()
         self._state = "new"
         self._captured = BucketCapture(self.recorder, inputs, self._verifier, strict=False)
@@ -143,19 +144,20 @@ class CaptureManager:
                 )
             started = time.perf_counter()
             notify = progress or (lambda done, total, what: None)
+            launches = self.inputs.launches
             try:
-                launches = self.inputs.launches
                 with garbage_collection_held(), self._verifier.put_back():
                     self._capture_all(notify)
-                self.inputs.launches = launches  # what verification copied serves no batch
+                self._captured.warn()
+                for size, recording in self._captured.recordings.items():
+                    self._served[size].recording = recording
+                self._report = self._reported(time.perf_counter() - started)
             except BaseException:
                 self._drop_recordings()
                 self._state = "new"
                 raise
-            self._captured.warn()
-            for size, recording in self._captured.recordings.items():
-                self._served[size].recording = recording
-            self._report = self._reported(time.perf_counter() - started)
+            finally:
+                self.inputs.launches = launches  # what verification copied serves no batch
             self._state = "recorded"
             if self.settings.report is not None:
                 self._write_report(self.settings.report)
@@ -204,12 +206,16 @@ class CaptureManager:
             for _ in sizes:
                 size = advance()
                 rows = sorted({fewest[size], size})
-                capture.verify(size, self._bound(size), rows, self._fingerprint.tensors())
+                kept = self._fingerprint.tensors()
+                capture.verify(size, self._bound(size), rows, kept, self._bound)
         notify(len(work), len(work), "done")
 
     def _note_unwatched(self, watched: Sequence[torch.Tensor]) -> None:
         """Say what the recordings read and no name leads to: rebinding it will not be noticed."""
-        known = {t.untyped_storage().data_ptr() for t in (*watched, *self.inputs.owned)}
+        known = {
+            t.untyped_storage().data_ptr()
+            for t in (*watched, *self.inputs.owned, *self._verifier.state)
+        }
         unseen = {
             storage.data_ptr(): storage.nbytes()
             for recording in self._captured.recordings.values()
@@ -325,15 +331,17 @@ class CaptureManager:
         self._fingerprint.check()
         if batch or count != self.inputs.rows:
             self.inputs.load(batch or {}, count)
+        self._fallback.forget()
         every = self.settings.verify_every
         recording = served.recording
         assert recording is not None
-        if every and (self._replays + 1) % every == 0:
+        if (
+            every and (self._replays + 1) % every == 0
+        ):  # a failed check is made again at the next run
             self._verifier.check_live(recording, self._bound(served.size), served.size)
             self._verified += 1
         else:
             recording.replay()
-        self._fallback.forget()
         self._steady = (served, count) if settles else None
         served.replays += 1
         served.rows += count

@@ -12,7 +12,7 @@ from graphcap.checks import compare, first_difference
 from graphcap.errors import VerificationError
 from graphcap.inputs import StaticInputs
 from graphcap.pool import BufferPool
-from graphcap.recorders.base import BoundStep, Recording
+from graphcap.recorders.base import BoundStep, Recording, autocast_casts_not_kept
 
 Example = Callable[[int, torch.Generator], Mapping[str, torch.Tensor]]
 """Given a number of rows and a seeded CPU generator: a realistic batch with every slot."""
@@ -61,6 +61,7 @@ class Verifier:
         size: int,
         rows: int,
         kept: Collection[torch.Tensor] = (),
+        unpadded: BoundStep | None = None,
     ) -> float:
         """Replay `size` with `rows` real rows of a fresh batch and compare with `eager`.
 
@@ -69,6 +70,8 @@ class Verifier:
         Args:
             kept: tensors that the step reads and that are not its own (weights). An output that lies
                 in one of them, in a slot or in `state` is not filled: that would destroy an input.
+            unpadded: the step bound to exactly `rows` rows. With it, and unless rows mix on purpose,
+                padding must not be felt by real rows.
 
         Returns:
             The largest relative difference.
@@ -88,13 +91,15 @@ class Verifier:
             self._pool.poison()
             before_replay = self._save()
             worst = self._compare(recording, eager, size)
-            if rows < size and not self._rows_mix:
+            if rows < size and unpadded is not None and not self._rows_mix:
                 declared = {n: t[:rows].clone() for n, t in recording.outputs.items()}
                 after_replay = self._save()
                 self._restore(before_replay)
                 self._pool.poison()
-                self._compare_pads(recording, size, declared)
-                self._restore(after_replay)
+                try:
+                    self._compare_pads(recording, unpadded, size, declared)
+                finally:
+                    self._restore(after_replay)
             return worst
         finally:
             # An output may lie in memory that nobody told us of: it gets its contents back.
@@ -105,6 +110,16 @@ class Verifier:
     def check_live(self, recording: Recording, eager: BoundStep, size: int) -> float:
         """Replay on what the slots hold now and compare with `eager`; keeps what the replay did."""
         return self._compare(recording, eager, size)
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of `state`."""
+        return self._state
+
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The random generators of `state`."""
+        return self._generators
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -124,7 +139,7 @@ class Verifier:
         after = self._save()
         try:
             self._restore(before)
-            with torch.no_grad(), self._pool.outside():
+            with torch.no_grad(), autocast_casts_not_kept(), self._pool.outside():
                 outputs = {name: tensor[:rows] for name, tensor in eager().items()}
             outputs |= self._changed(rows)
             return compare(replayed, outputs, f"bucket {size} with {rows} rows")
@@ -136,21 +151,37 @@ class Verifier:
                         output[:rows].copy_(replayed[name])
 
     def _compare_pads(
-        self, recording: Recording, size: int, declared: Mapping[str, torch.Tensor]
+        self,
+        recording: Recording,
+        unpadded: BoundStep,
+        size: int,
+        declared: Mapping[str, torch.Tensor],
     ) -> None:
-        """Replay again with other padding: real rows must not notice."""
+        """Refuse a step whose real rows feel padding.
+
+        Two signs must agree. Outputs change with what padding holds: that alone may be a step that
+        knows its padding by a value and leaves it out. And they differ from those of the unpadded
+        step: that alone may be rounding, which depends on shapes, or random numbers.
+        """
         rows = self._inputs.rows
+        before = self._save()
         with self._inputs.pads_like_row(0):
             recording.replay()
         other = {name: tensor[:rows] for name, tensor in recording.outputs.items()}
-        _, found = first_difference(other, declared)
+        _, felt = first_difference(other, declared)
+        if felt is None:
+            return
+        self._restore(before)
+        with torch.no_grad(), autocast_casts_not_kept(), self._pool.outside():
+            exact = dict(unpadded())
+        _, found = first_difference(declared, exact)
         if found is not None:
             raise VerificationError(
                 f"bucket {size} with {rows} rows: what padding rows hold changes output "
-                f"{found.output!r} in real row {found.row} (relative difference {found.size:.3g}, "
-                f"allowed {found.allowed:g}); the step mixes the rows of a batch, such as by a mean "
-                f"over them: mask rows beyond inputs['num_rows'], or tell CaptureManager with "
-                f"rows_mix=True that this is meant"
+                f"{found.output!r} in real row {found.row} (relative difference {found.size:.3g} to "
+                f"the step without padding, allowed {found.allowed:g}); the step mixes the rows of a "
+                f"batch, such as by a mean over them: mask rows beyond inputs['num_rows'], or tell "
+                f"CaptureManager with rows_mix=True that this is meant"
             )
 
     def _changed(self, rows: int) -> dict[str, torch.Tensor]:

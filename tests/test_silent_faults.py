@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules import module as nn_module
 from toy import WIDTH, floats, manager_of
 
 from graphcap.errors import CaptureError, InputError
@@ -130,6 +132,116 @@ def test_padding_that_reaches_real_rows_is_found():
     assert set(failures) == {4, 8}
     assert "what padding rows hold changes output 'y'" in failures[4]
     assert not manager_of(step, max_batch=8, buckets=(1, 4), rows_mix=True).capture().failures
+
+
+def test_rows_mixed_through_integers_are_found_beside_a_float_slot():
+    table = floats(10, 3)
+
+    def step(inputs: Any) -> Any:
+        e = table[inputs["token"]]
+        return {"y": (e - e.mean(0)) * inputs["temperature"][:, None]}
+
+    def example(rows: int, generator: torch.Generator) -> Any:
+        return {
+            "token": torch.randint(10, (rows,), generator=generator),
+            "temperature": torch.rand(rows, generator=generator) + 0.5,
+        }
+
+    slots = {
+        "token": Slot((), torch.int64),
+        "temperature": Slot((), torch.float32, PadPolicy.ONE),
+    }
+    manager = manager_of(step, slots=slots, buckets=(1, 4), max_batch=8, example=example)
+    assert set(manager.capture().failures) == {4, 8}
+
+
+def masked_mean(inputs: Any) -> Any:
+    token = inputs["token"]
+    real = (token >= 0)[:, None]
+    values = torch.where(real, token[:, None].float(), 0.0)
+    return {"y": token[:, None] - values.sum(0) / real.sum(0).clamp(min=1)}
+
+
+def weighted_mean(inputs: Any) -> Any:
+    x, weight = inputs["x"], inputs["weight"][:, None]
+    return {"y": x - (x * weight).sum(0) / weight.sum(0).clamp(min=1e-6)}
+
+
+def marked_mean(inputs: Any) -> Any:
+    token, valid = inputs["token"], inputs["valid"][:, None]
+    values = torch.where(valid, token[:, None].float(), 0.0)
+    return {"y": token[:, None] - values.sum(0) / valid.sum(0).clamp(min=1)}
+
+
+@pytest.mark.parametrize(
+    ("step", "slots"),
+    [
+        (masked_mean, {"token": Slot((), torch.int64, PadPolicy.fill(-1))}),
+        (
+            weighted_mean,
+            {"x": Slot((WIDTH,), torch.float32), "weight": Slot((), torch.float32)},
+        ),
+        (marked_mean, {"token": Slot((), torch.int64), "valid": Slot((), torch.bool)}),
+    ],
+)
+def test_a_step_that_knows_its_padding_passes(step: Any, slots: Any):
+    def example(rows: int, generator: torch.Generator) -> Any:
+        drawn: dict[str, torch.Tensor] = {}
+        for name, slot in slots.items():
+            shape = (rows, *slot.row_shape)
+            if slot.dtype == torch.bool:
+                drawn[name] = torch.ones(shape, dtype=torch.bool)
+            elif slot.dtype == torch.int64:
+                drawn[name] = torch.randint(1, 9, shape, generator=generator)
+            else:
+                drawn[name] = torch.rand(shape, generator=generator) + 0.5
+        return drawn
+
+    manager = manager_of(step, slots=slots, buckets=(1, 4), max_batch=8, example=example)
+    assert not manager.capture().failures
+
+
+def test_a_counter_with_a_place_for_padding_passes():
+    counter = torch.zeros(9)
+
+    def step(inputs: Any) -> Any:
+        counter.index_add_(0, inputs["seq"], torch.ones(inputs["seq"].shape[0]))
+        return {"y": counter[inputs["seq"]]}
+
+    slots = {"seq": Slot((), torch.int64, PadPolicy.fill(8))}
+
+    def example(rows: int, generator: torch.Generator) -> Any:
+        return {"seq": torch.randperm(8, generator=generator)[:rows]}
+
+    manager = manager_of(
+        step, slots=slots, buckets=(1, 4), max_batch=8, example=example, state=[counter]
+    )
+    assert not manager.capture().failures
+    assert not counter.any()
+
+
+def test_a_manager_that_is_dropped_takes_its_hooks_along():
+    tables = (
+        nn_module._global_parameter_registration_hooks,
+        nn_module._global_buffer_registration_hooks,
+        nn_module._global_module_registration_hooks,
+    )
+    gc.collect()
+    before = [len(table) for table in tables]
+    manager = manager_of()
+    manager.capture()
+    assert [len(table) for table in tables] == [count + 1 for count in before]
+    del manager
+    gc.collect()
+    assert [len(table) for table in tables] == before
+
+
+def test_a_batch_loaded_by_hand_ends_one_above_the_maximum():
+    manager = manager_of()
+    manager.capture()
+    manager.run({"x": floats(9)})
+    manager.inputs.load({"x": floats(2, 1)}, 2)
+    assert torch.equal(manager.run()["y"], floats(2, 1) * 2)
 
 
 def test_a_mean_over_real_rows_alone_passes():

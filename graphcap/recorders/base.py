@@ -47,6 +47,8 @@ class Recorder(ABC):
     """Makes recordings. Close it after the recordings that it made."""
 
     name: str
+    generators: tuple[torch.Generator, ...] = ()
+    """Random generators of the step's own that its recordings draw from."""
 
     @abstractmethod
     def warm_up(self, step: BoundStep) -> Mapping[str, torch.Tensor]:

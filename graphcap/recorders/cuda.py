@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,6 +117,10 @@ class CudaRecording(Recording):
     def census(self) -> Census:
         return self._census
 
+    @property
+    def is_open(self) -> bool:
+        return self._graph is not None
+
     def close(self) -> None:
         if self._graph is not None:
             self._graph.reset()
@@ -144,6 +149,7 @@ class CudaRecorder(Recorder):
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._settled = False
+        self._made: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
         try:
             self._reader: GraphReader | None = GraphReader()
         except BackendError as error:
@@ -170,8 +176,14 @@ class CudaRecorder(Recorder):
                 torch.cuda.empty_cache()
                 self._settled = True
             free_before, _ = torch.cuda.mem_get_info(self.device)
+            if not any(recording.is_open for recording in self._made):
+                # torch does not take a pool again whose graphs are all gone.
+                self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             try:
+                for generator in self.generators:
+                    if generator.device.type == "cuda":
+                        graph.register_generator_state(generator)
                 outputs, trace, census = self._capture(graph, step)
             except BaseException as error:
                 line = raising_line(error.__traceback__)
@@ -183,7 +195,9 @@ class CudaRecorder(Recorder):
                 raise _explained(error, bucket, line) from error
             torch.cuda.synchronize(self.device)
             free_after, _ = torch.cuda.mem_get_info(self.device)
-        return CudaRecording(graph, outputs, trace, census, max(0, free_before - free_after))
+        made = CudaRecording(graph, outputs, trace, census, max(0, free_before - free_after))
+        self._made.add(made)
+        return made
 
     def _capture(
         self, graph: torch.cuda.CUDAGraph, step: BoundStep

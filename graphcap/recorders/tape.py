@@ -82,6 +82,9 @@ class TapeTrace(StepGuard):
                 "give it an output of the right shape",
             )
         inputs = {storage_key(t): t.untyped_storage() for t in tensors_in((args, kwargs))}
+        is_constant = func.overloadpacket.__name__ == "lift_fresh"
+        if is_constant and result.untyped_storage().resizable():
+            self._owned |= inputs.keys()
         self._pin(inputs)
         fresh = [t for t in tensors_in(result) if storage_key(t) not in inputs]
         for tensor in fresh:
@@ -95,7 +98,7 @@ class TapeTrace(StepGuard):
             else:
                 self._append(func, partial(func, *args, **kwargs), allocates=False)
             return result
-        if func.overloadpacket.__name__ == "lift_fresh":
+        if is_constant:
             # A constant that torch.tensor() made from Python values. The step may write into it, so
             # each replay has to see the values of now. Memory that is not torch's own (a numpy array,
             # whose storage cannot be resized) belongs to somebody else: it is read as it is.

@@ -445,3 +445,51 @@ def test_padding_that_reaches_real_rows_is_found(device):
     ladder = BucketLadder([1, 4])
     manager = CaptureManager(step, inputs, ladder=ladder, settings=Settings(recorder="cuda"))
     assert set(manager.capture().failures) == {4}
+
+
+def test_capture_that_was_interrupted_can_be_made_again(device):
+    manager, step = make(device)
+
+    def interrupt(done, total, what):
+        if what == "recording bucket 2":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        manager.capture(progress=interrupt)
+    assert not manager.capture().failures
+    given = batch(3, device)
+    torch.testing.assert_close(
+        manager.run(given)["y"], expected(step, given["x"]), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_the_largest_bucket_may_fail_and_keep_a_tensor(device):
+    manager, step = make(device)
+
+    def keep_then_fail(hidden):
+        if torch.cuda.is_current_stream_capturing():
+            step.kept = hidden * 2  # lies in the memory of a graph that will not be
+            raise ValueError("after keeping a tensor")
+
+    step.fail_at[8] = keep_then_fail
+    assert set(manager.capture().failures) == {8}
+    given = batch(3, device)
+    torch.testing.assert_close(
+        manager.run(given)["y"], expected(step, given["x"]), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_generator_of_the_steps_own_draws_anew(device):
+    generator = torch.Generator(device).manual_seed(3)
+
+    def step(i):
+        return {"y": i["x"] * 0 + torch.rand(WIDTH, generator=generator, device=device)}
+
+    inputs = StaticInputs(2, SLOTS, device)
+    manager = CaptureManager(step, inputs, state=[generator], settings=Settings(recorder="cuda"))
+    assert not manager.capture().failures
+    first = manager.run(batch(2, device))["y"].clone()
+    second = manager.run()["y"].clone()
+    assert not torch.equal(first, second)
+    want = torch.rand(WIDTH, generator=torch.Generator(device).manual_seed(3), device=device)
+    assert torch.equal(first[0], want)
