@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.modules import module as nn_module
-from toy import WIDTH, floats, manager_of
+from toy import WIDTH, custom_op, floats, manager_of
 
 from graphcap.errors import CaptureError, InputError
 from graphcap.inputs import PadPolicy, Slot, StaticInputs
@@ -109,7 +109,7 @@ def test_host_reads_without_an_operation_are_refused(read: Any, words: str):
 def test_an_operator_that_returns_nothing_runs_at_every_replay():
     seen: list[float] = []
 
-    @torch.library.custom_op("graphcap_tests::note", mutates_args=())
+    @custom_op("graphcap_tests::note", mutates_args=())
     def note(x: torch.Tensor) -> None:
         seen.append(float(x.sum()))
 

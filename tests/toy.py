@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import pytest
 import torch
 
 from graphcap.buckets import BucketLadder
@@ -19,6 +20,18 @@ CPU = torch.device("cpu")
 WIDTH = 3
 
 Inputs = Mapping[str, torch.Tensor]
+
+
+def custom_op(name: str, mutates_args: Iterable[str]) -> Callable[..., Any]:
+    """`torch.library.custom_op`, which came with torch 2.4; before, tests that call the operator skip."""
+    register = getattr(torch.library, "custom_op", None)
+    if register is not None:
+        return register(name, mutates_args=mutates_args)
+
+    def skipping(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *_: pytest.skip(f"{name} needs torch.library.custom_op")
+
+    return skipping
 
 
 def double(inputs: Inputs) -> dict[str, torch.Tensor]:

@@ -40,6 +40,7 @@ _MASKS = (torch.bool, torch.uint8)
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _METADATA = frozenset({"is_same_size", "is_pinned", "promote_types", "result_type", "can_cast"})
 """Return no tensor, but read none either."""
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _MOVES_STORAGE = frozenset({"resize_", "resize_as_", "resize_as_sparse_", "set_", "set_data"})
 
 
@@ -102,7 +103,7 @@ class StepGuard(TorchDispatchMode):
             return func(*args, **keywords)
         if func is torch.ops.aten.detach_.default:  # torch.tensor() calls it on its new tensor
             return func(*args, **keywords)
-        if torch.is_inference_mode_enabled() and func._can_decompose():
+        if torch.is_inference_mode_enabled() and _can_decompose(func):
             # Composite operations arrive whole in inference mode; see what they are made of.
             with self:
                 result = func.decompose(*args, **keywords)
@@ -203,6 +204,14 @@ class StepGuard(TorchDispatchMode):
     def is_inside(self) -> bool:
         """Whether an operation is running that was seen and allowed as a whole."""
         return self._depth > 0
+
+
+def _can_decompose(func: Any) -> bool:
+    ask = getattr(func, "_can_decompose", None)
+    if ask is not None:
+        return bool(ask())
+    # torch before 2.4
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE))
 
 
 def _is_data_dependent(

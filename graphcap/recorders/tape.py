@@ -83,7 +83,7 @@ class TapeTrace(StepGuard):
             )
         inputs = {storage_key(t): t.untyped_storage() for t in tensors_in((args, kwargs))}
         is_constant = func.overloadpacket.__name__ == "lift_fresh"
-        if is_constant and result.untyped_storage().resizable():
+        if is_constant and _is_torchs_own(result):
             self._owned |= inputs.keys()
         self._pin(inputs)
         fresh = [t for t in tensors_in(result) if storage_key(t) not in inputs]
@@ -102,7 +102,7 @@ class TapeTrace(StepGuard):
             # A constant that torch.tensor() made from Python values. The step may write into it, so
             # each replay has to see the values of now. Memory that is not torch's own (a numpy array,
             # whose storage cannot be resized) belongs to somebody else: it is read as it is.
-            if result.untyped_storage().resizable():
+            if _is_torchs_own(result):
                 self._append(func, partial(result.copy_, result.clone()), allocates=False)
             return result
         if not fresh and func.namespace == "aten" and not _has_effect(func):
@@ -186,6 +186,13 @@ def _raised_at(error: BaseException) -> str:
     from graphcap.recorders.source import raising_line
 
     return raising_line(error.__traceback__) or calling_line()
+
+
+def _is_torchs_own(tensor: torch.Tensor) -> bool:
+    """Whether torch made the memory: foreign memory (a numpy array's) cannot be resized. Before torch
+    2.2 a storage does not tell, and all memory counts as torch's."""
+    ask = getattr(tensor.untyped_storage(), "resizable", None)
+    return True if ask is None else bool(ask())
 
 
 def _has_effect(func: Any) -> bool:

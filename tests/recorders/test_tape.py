@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from toy import memory_events
+from toy import custom_op, memory_events
 
 from graphcap.errors import CaptureError, StateError
 from graphcap.operations import operation
@@ -27,23 +27,23 @@ INDEX = torch.tensor([2, 0, 3, 1])
 TABLE = torch.arange(15.0).view(5, 3)
 
 
-@torch.library.custom_op("graphcap_tests::square", mutates_args=())
+@custom_op("graphcap_tests::square", mutates_args=())
 def square(x: torch.Tensor) -> torch.Tensor:
     return x * x
 
 
-@torch.library.custom_op("graphcap_tests::double_", mutates_args=("x",))
+@custom_op("graphcap_tests::double_", mutates_args=("x",))
 def double_(x: torch.Tensor) -> None:
     x.mul_(2)
 
 
-@torch.library.custom_op("graphcap_tests::double_and_sum", mutates_args=("x",))
+@custom_op("graphcap_tests::double_and_sum", mutates_args=("x",))
 def double_and_sum(x: torch.Tensor) -> torch.Tensor:
     x.mul_(2)
     return x.sum(1)
 
 
-@torch.library.custom_op("graphcap_tests::halves", mutates_args=())
+@custom_op("graphcap_tests::halves", mutates_args=())
 def halves(x: torch.Tensor) -> list[torch.Tensor]:
     return [x[:, :3] * 1, x[:, 3:] * 1]
 
