@@ -55,7 +55,7 @@ def test_replay_equals_eager_for_every_batch(device, recorder, kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_launch_a_token_and_no_allocation(device, dtype):
+def test_promise_1_one_launch_a_token_and_no_allocation(device, dtype):
     decoder = decoder_for(device, "cuda", "triton", dtype)
     for rows in range(1, 9):
         decoder.decode([PROMPTS[i % len(PROMPTS)] for i in range(rows)], 4)

@@ -79,7 +79,7 @@ def test_capture_works_here(device):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
-def test_a_replay_equals_the_step(device, rows):
+def test_promise_5_a_replay_equals_the_step(device, rows):
     manager, step = make(device)
     report = manager.capture()
     assert report.recorder == "cuda"
@@ -92,7 +92,7 @@ def test_a_replay_equals_the_step(device, rows):
     assert step.calls == calls, "a replay must not run the model's Python"
 
 
-def test_one_launch_and_no_allocation_seen_by_the_profiler(device):
+def test_promise_1_one_launch_and_no_allocation_seen_by_the_profiler(device):
     manager, _ = make(device)
     manager.capture()
     for rows in range(1, 9):
@@ -196,7 +196,7 @@ def test_random_numbers_advance_and_a_seed_reproduces_them(device):
     ],
     ids=["item", "nonzero", "mask", "cpu", "host copy", "raise", "device sync", "stream sync"],
 )
-def test_a_fault_costs_its_bucket_only(device, what, fault):
+def test_promise_7_a_fault_costs_its_bucket_only(device, what, fault):
     manager, step = make(device)
     armed = threading.Event()
 
@@ -270,7 +270,7 @@ def test_outputs_survive_allocator_churn(device):
         torch.testing.assert_close(out["y"], expected(step, given["x"]), rtol=1e-4, atol=1e-4)
 
 
-def test_a_rebound_weight_is_named_and_a_copied_one_is_used(device):
+def test_promise_6_a_rebound_weight_is_named_and_a_copied_one_is_used(device):
     manager, step = make(device)
     manager.capture()
     given = batch(3, device)
@@ -388,7 +388,7 @@ def churn(device):
         torch.cuda.empty_cache()
 
 
-def test_what_only_a_cache_held_stays_alive(device):
+def test_promise_6_what_only_a_cache_held_stays_alive(device):
     import functools
 
     @functools.lru_cache
@@ -436,7 +436,7 @@ def test_a_temporary_may_change_its_shape_in_place(device):
     assert torch.equal(manager.run(given)["y"], (given["x"] * 2)[:, None])
 
 
-def test_padding_that_reaches_real_rows_is_found(device):
+def test_promise_4_padding_that_reaches_real_rows_is_found(device):
     inputs = StaticInputs(4, SLOTS, device)
 
     def step(i):
