@@ -134,7 +134,8 @@ class CudaRecorder(Recorder):
     """Captures steps on a CUDA device.
 
     All recordings share one graph memory pool: record the largest bucket first, and the smaller
-    ones find their memory there. Capture and warm-up run on one stream of the recorder's, so that
+    ones find their memory there (after a capture that the driver gave up, later ones share another).
+    Capture and warm-up run on one stream of the recorder's, so that
     per-stream workspaces (cuBLAS) exist before the capture.
     """
 
@@ -239,6 +240,8 @@ class CudaRecorder(Recorder):
 
 def _end_allocation_to(pool: Any, device: torch.device) -> None:
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is None:  # its name in torch before 2.6
+        end = getattr(torch._C, "_cuda_endAllocateCurrentStreamToPool", None)
     if end is None:
         return
     try:
