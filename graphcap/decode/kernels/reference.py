@@ -178,15 +178,16 @@ def _attention_scratch(
     blocks = block_tables.shape[1]
     context = blocks * block_size
     gathered = (rows * blocks, block_size, kv_heads, dim)
-    scores = (kv_heads, rows, heads // kv_heads, context)
+    scores = (kv_heads * rows * (heads // kv_heads) * context,)
     return {
+        "table": ((rows * blocks,), torch.int32),
         "keys": (gathered, q.dtype),
         "values": (gathered, q.dtype),
         "scores": (scores, q.dtype),
         "wide": (scores, torch.float32),
         "probabilities": (scores, torch.float32),
         "reach": ((context,), torch.int32),
-        "beyond": ((rows, context), torch.bool),
+        "beyond": ((rows * context,), torch.bool),
         "head_out": ((kv_heads, rows, heads // kv_heads, dim), q.dtype),
     }
 
@@ -201,6 +202,7 @@ def attention(
     out: torch.Tensor,
     scale: float,
     *,
+    table: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     scores: torch.Tensor,
@@ -216,9 +218,19 @@ def attention(
     holds beyond seq_lens is masked, NaN included.
     """
     rows, heads, dim = q.shape
-    kv_heads = key_cache.shape[2]
-    group, context = heads // kv_heads, wide.shape[-1]
-    table = block_tables.reshape(-1)
+    block_size, kv_heads = key_cache.shape[1], key_cache.shape[2]
+    group, blocks = heads // kv_heads, block_tables.shape[1]
+    if q.device.type == "cpu":  # lengths are host memory: no more than the longest row is looked at
+        blocks = min(blocks, -(-max(seq_lens.tolist()) // block_size))
+    context = blocks * block_size
+    grid = (kv_heads, rows, group, context)
+    size = kv_heads * rows * group * context
+    scores, wide = scores[:size].view(grid), wide[:size].view(grid)
+    probabilities, reach = probabilities[:size].view(grid), reach[:context]
+    beyond, table = beyond[: rows * context].view(rows, context), table[: rows * blocks]
+    keys, values = keys[: rows * blocks], values[: rows * blocks]
+
+    table.view(rows, blocks).copy_(block_tables[:, :blocks])
     torch.index_select(key_cache, 0, table, out=keys)
     torch.index_select(value_cache, 0, table, out=values)
     torch.arange(context, out=reach)
