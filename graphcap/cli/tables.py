@@ -58,7 +58,7 @@ def print_decode(result: Mapping[str, Any]) -> None:
     console.print(recorded)
     console.print(
         f"pool {result['pool_mib']:.2f} MiB (lower bound {result['pool_lower_bound_mib']:.2f}), "
-        f"kernels: {result['kernels']['backend']}; replays count prompt tokens as well"
+        f"kernels: {result['kernels']['backend']}; replays are of all runs, prompts included"
     )
     for reason, steps in result["fallbacks"].items():
         console.print(f"[yellow]{_count(steps, 'step')} ran eagerly: {reason}[/]")

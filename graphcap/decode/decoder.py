@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -30,6 +32,7 @@ class Decoded:
     Attributes:
         token_ids: for each prompt the tokens that follow it.
         seconds_per_token: of the tokens after the first, device work included; None for one token.
+            The median on a CPU, the mean on a device, where tokens overlap with the host.
     """
 
     token_ids: list[list[int]]
@@ -252,14 +255,18 @@ def _follow(
     sampled = torch.empty(tokens, len(laid), dtype=torch.int32, device=first.device)
     sampled[0].copy_(first)
     _wait(first.device)
-    started = time.perf_counter()
+    times = [time.perf_counter()]
     for index in range(1, tokens):
         sampled[index].copy_(advance())
+        times.append(time.perf_counter())
     _wait(first.device)
-    elapsed = time.perf_counter() - started
-    return Decoded(
-        laid.in_order(list(sampled.cpu())), elapsed / (tokens - 1) if tokens > 1 else None
-    )
+    elapsed = time.perf_counter() - times[0]
+    token_ids = laid.in_order(list(sampled.cpu()))
+    if tokens == 1:
+        return Decoded(token_ids, None)
+    if first.device.type == "cpu":
+        return Decoded(token_ids, statistics.median(b - a for a, b in pairwise(times)))
+    return Decoded(token_ids, elapsed / (tokens - 1))
 
 
 def _wait(device: torch.device) -> None:
