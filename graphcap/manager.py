@@ -335,9 +335,8 @@ class CaptureManager:
         every = self.settings.verify_every
         recording = served.recording
         assert recording is not None
-        if (
-            every and (self._replays + 1) % every == 0
-        ):  # a failed check is made again at the next run
+        # A replay whose check failed is not counted, so the next run is checked again.
+        if every and (self._replays + 1) % every == 0:
             self._verifier.check_live(recording, self._bound(served.size), served.size)
             self._verified += 1
         else:

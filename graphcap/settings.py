@@ -28,7 +28,7 @@ class Settings:
         buckets: ``auto`` or bucket sizes, as written.
         recorder: ``auto``, ``cuda`` or ``tape``.
         kernels: ``auto`` or the name of a kernel backend.
-        verify: ``off``, ``capture``, or ``every N``: after `verify_every` replays one is checked.
+        verify: ``off`` or ``capture``.
         verify_every: N of ``GRAPHCAP_VERIFY=N``, 0 where no sampling was asked for.
         strict: every fallback is an error.
         pool_mib: the largest pool that may be planned, in MiB; None: no limit.

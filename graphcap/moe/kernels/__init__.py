@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -11,6 +12,8 @@ import torch
 
 from graphcap.errors import BackendError
 from graphcap.operations import Operation
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,14 @@ class Backend:
 
 @cache
 def _triton_version() -> str | None:
+    """Triton's version; None where it is missing or its import fails, which is logged."""
     if find_spec("triton") is None:
         return None
-    return str(import_module("triton").__version__)
+    try:
+        return str(import_module("triton").__version__)
+    except Exception as error:
+        logger.warning("Triton is installed but cannot be imported: %s", error)
+        return None
 
 
 def choose_backend(wanted: str, device: torch.device) -> Backend:
@@ -69,6 +77,11 @@ def choose_backend(wanted: str, device: torch.device) -> Backend:
     if device.type != "cuda":
         return Backend("reference", f"the device is {device.type}, which Triton does not serve")
     if version is None:
+        logger.warning(
+            "Triton cannot be imported, so %s runs the reference kernels, which are made to be "
+            "right, not fast; pip install triton",
+            device,
+        )
         return Backend("reference", "Triton cannot be imported")
     return Backend("triton", f"Triton {version} is there and the device is CUDA")
 
