@@ -12,7 +12,7 @@ import torch
 
 from graphcap.census import Census
 from graphcap.errors import CaptureError, GraphcapError
-from graphcap.inputs import NUM_ROWS, StaticInputs
+from graphcap.inputs import NUM_ROWS, Inputs
 from graphcap.recorders.base import BoundStep, Recorder, Recording
 from graphcap.recorders.source import raising_line
 from graphcap.report import BucketReport
@@ -38,7 +38,7 @@ class BucketCapture:
     """
 
     def __init__(
-        self, recorder: Recorder, inputs: StaticInputs, verifier: Verifier, *, strict: bool
+        self, recorder: Recorder, inputs: Inputs, verifier: Verifier, *, strict: bool
     ) -> None:
         self.recordings: dict[int, Recording] = {}
         self.reports: dict[int, BucketReport] = {}
@@ -88,22 +88,32 @@ class BucketCapture:
         step: BoundStep,
         rows: Sequence[int],
         kept: Collection[torch.Tensor],
-        unpadded: Callable[[int], BoundStep],
+        unpadded: Callable[[int], BoundStep] | None,
     ) -> None:
         """Hold a recorded bucket against the eager step, once for each number of real `rows`.
 
         Args:
             kept: tensors that the step reads and that are not its own; see `Verifier.check`.
-            unpadded: the step bound to exactly so many rows.
+            unpadded: the step bound to exactly so many rows; None: see `Verifier.check`.
         """
         if size not in self.recordings:
             return
         with self._costs_only(size, "verification", "verified"):
             recording = self.recordings[size]
             worst = max(
-                self._verifier.check(recording, step, size, n, kept, unpadded(n)) for n in rows
+                self._verifier.check(
+                    recording, step, size, n, kept, None if unpadded is None else unpadded(n)
+                )
+                for n in rows
             )
             self.reports[size] = replace(self.reports[size], largest_difference=worst)
+
+    def drop(self, size: int, failure: Failure) -> None:
+        """Give up a bucket for a reason from outside."""
+        self.failures[size] = failure
+        if size in self.recordings:
+            self.recordings.pop(size).close()
+            del self.reports[size]
 
     def warn(self) -> None:
         """One WARNING for each different failure, naming all the buckets that it costs."""
@@ -140,10 +150,7 @@ class BucketCapture:
                     f"while the step was {phase}: {error}"
                     + ("; it fails without graphcap as well" if phase == "warmed up" else "")
                 )
-            self.failures[size] = Failure(reason, str(failure))
-            if size in self.recordings:
-                self.recordings.pop(size).close()
-                del self.reports[size]
+            self.drop(size, Failure(reason, str(failure)))
             if self._strict:
                 raise failure from error
 

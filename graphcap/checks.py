@@ -63,6 +63,7 @@ class Fingerprint:
         step, extra: see above.
         before: `reachable(step)` from before it last ran. What the step itself rebinds at each run
             (a result that it keeps) differs and is not watched. None: all is watched.
+        found: what to watch instead of what can be reached from the step.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class Fingerprint:
         step: Callable[..., Any],
         extra: Mapping[str, torch.Tensor],
         before: Sequence[Watched] | None = None,
+        found: Sequence[Watched] | None = None,
     ) -> None:
-        found = reachable(step)
+        found = reachable(step) if found is None else list(found)
         if before is not None:
             settled = {item.identity for item in before}
             found = [item for item in found if item.identity in settled]
@@ -98,6 +100,10 @@ class Fingerprint:
             nn_module.register_module_module_registration_hook(assigned),
         ]
         self._remove_hooks = weakref.finalize(self, _remove, hooks)
+
+    def expect_change(self) -> None:
+        """The next check compares all: somebody is known to have touched what is watched."""
+        self._all_due = True
 
     def check(self) -> None:
         """Raises `StaleRecordingError` with the name of what changed."""

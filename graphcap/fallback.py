@@ -11,7 +11,7 @@ import torch
 
 from graphcap.buckets import BucketLadder
 from graphcap.errors import FallbackError
-from graphcap.inputs import NUM_ROWS, StaticInputs
+from graphcap.inputs import NUM_ROWS, Inputs
 from graphcap.pool import BufferPool
 from graphcap.recorders.base import autocast_casts_not_kept
 
@@ -38,7 +38,7 @@ class Fallback:
     def __init__(
         self,
         step: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
-        inputs: StaticInputs,
+        inputs: Inputs,
         pool: BufferPool,
         ladder: BucketLadder,
         *,
@@ -79,17 +79,7 @@ class Fallback:
         Raises:
             FallbackError: fallbacks are errors; nothing was launched.
         """
-        text = (
-            f"a step of {rows} rows has no recording ({reason}, maximum {self._ladder.max_batch})"
-        )
-        if self._strict:
-            raise FallbackError(
-                f"{text} and GRAPHCAP_STRICT=1 forbids eager steps; {_REMEDIES[reason]}"
-            )
-        if self.counts[reason] == 0:
-            logger.warning(
-                "%s and runs eagerly, from now on without a message; %s", text, _REMEDIES[reason]
-            )
+        self.announce(rows, reason)
         if rows > self._inputs.max_batch:
             self.forget()  # its memory, before as much again is asked for
             self._overflow, self._overflow_rows = self._copied(batch, rows), rows
@@ -98,6 +88,26 @@ class Fallback:
         self.forget()
         self._inputs.load(batch, rows)
         return self._run(self._inputs.views(rows), rows, reason)
+
+    def announce(self, rows: int, reason: str, remedy: str | None = None) -> None:
+        """Say that a step of `rows` rows is about to run eagerly: a WARNING at the first one.
+
+        Raises:
+            FallbackError: fallbacks are errors.
+        """
+        text = (
+            f"a step of {rows} rows has no recording ({reason}, maximum {self._ladder.max_batch})"
+        )
+        cure = remedy or _REMEDIES[reason]
+        if self._strict:
+            raise FallbackError(f"{text} and GRAPHCAP_STRICT=1 forbids eager steps; {cure}")
+        if self.counts[reason] == 0:
+            logger.warning("%s and runs eagerly, from now on without a message; %s", text, cure)
+
+    def count(self, rows: int, reason: str) -> None:
+        """A step of `rows` rows has run eagerly."""
+        self.counts[reason] += 1
+        self.rows += rows
 
     def _run(
         self, slots: Mapping[str, torch.Tensor], rows: int, reason: str
@@ -111,8 +121,7 @@ class Fallback:
             self._pool.step(),
         ):
             outputs = self._step(views)
-        self.counts[reason] += 1
-        self.rows += rows
+        self.count(rows, reason)
         return outputs
 
     def _copied(self, batch: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:

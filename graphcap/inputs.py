@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
@@ -39,6 +40,35 @@ def _restore_pads(
     """Words whose row is at or beyond the number of real rows get the words of the pad image."""
     torch.ge(row_of_word, num_rows, out=is_pad)
     torch.where(is_pad, pad_words, words, out=words)
+
+
+class Inputs(Protocol):
+    """What a manager needs of the inputs of a step; `StaticInputs` says what each part means.
+
+    A host whose engine owns the input buffers brings its own (see `hosts/`): there copying a batch
+    in and keeping padding harmless are the engine's work.
+    """
+
+    max_batch: int
+    slots: dict[str, Slot]
+    device: torch.device
+    rows: int
+    launches: int
+
+    def views(self, rows: int) -> Mapping[str, torch.Tensor]: ...
+    def __getitem__(self, name: str) -> torch.Tensor: ...
+    def restore_pads(self) -> None: ...
+    def check(self, batch: Mapping[str, torch.Tensor], rows: int | None = None) -> int: ...
+    def load(self, batch: Mapping[str, torch.Tensor], rows: int) -> None: ...
+    def clear(self) -> None: ...
+    def snapshot(self) -> Any: ...
+    def restore(self, saved: Any) -> None: ...
+    def pads_like_row(self, row: int) -> AbstractContextManager[None]: ...
+    def poison_pads(self, rows: int) -> None: ...
+    @property
+    def pinned(self) -> Mapping[str, torch.Tensor]: ...
+    @property
+    def owned(self) -> tuple[torch.Tensor, ...]: ...
 
 
 class StaticInputs:
@@ -222,6 +252,11 @@ class StaticInputs:
     def arena(self) -> torch.Tensor:
         """All slots and the row count, as bytes."""
         return self._arena
+
+    @property
+    def pinned(self) -> Mapping[str, torch.Tensor]:
+        """What a recording of the step points at, by a name for messages."""
+        return {f"slot arena of {len(self.slots)} slots": self._arena}
 
     @property
     def owned(self) -> tuple[torch.Tensor, ...]:

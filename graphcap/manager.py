@@ -1,68 +1,26 @@
 """CaptureManager: records a step for every bucket of a ladder and serves batches from the recordings.
 
 Knows no model: it captures any callable over static inputs. Its life is
-*new → warmed → frozen → recorded*; `close()` ends it at any point.
+*new → warmed → frozen → recorded* (see `CaptureLife`); `close()` ends it at any point.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 
-from graphcap.buckets import BucketLadder
-from graphcap.capturing import BucketCapture
-from graphcap.checks import Fingerprint
-from graphcap.errors import (
-    InputError,
-    LadderError,
-    StateError,
-)
-from graphcap.fallback import Fallback
-from graphcap.inputs import StaticInputs
+from graphcap.errors import InputError, StateError
+from graphcap.life import CaptureLife, Progress, Served, Step
 from graphcap.operations import current_observer
-from graphcap.pool import BufferPool
-from graphcap.reachable import reachable
-from graphcap.recorders.base import BoundStep, Recorder, Recording, garbage_collection_held
-from graphcap.recorders.select import select_recorder
+from graphcap.recorders.base import BoundStep, Recording
 from graphcap.report import BucketStats, CaptureReport, ManagerStats
-from graphcap.settings import Settings
-from graphcap.verify import Example, Verifier
 
-logger = logging.getLogger(__name__)
-
-Step = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-"""All that a model owes. Gets the slots (bucket rows each) and ``num_rows``; may write into slots in
-place; returns tensors whose first dimension is the batch."""
-
-Progress = Callable[[int, int, str], None]
-"""Called with (done, of how many, what comes next) while capture() works."""
+__all__ = ["CaptureManager", "Progress", "Step"]
 
 
-class _Served:
-    """A bucket: its recording, what it has served so far, the views it returns by row count."""
-
-    __slots__ = ("recording", "replays", "rows", "size", "views")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.recording: Recording | None = None
-        self.replays = self.rows = 0
-        self.views: dict[int, Mapping[str, torch.Tensor]] = {}
-
-    @property
-    def padding_rows(self) -> int:
-        return self.replays * self.size - self.rows
-
-
-class CaptureManager:
+class CaptureManager(CaptureLife):
     """Owns the recordings of one step.
 
     Args:
@@ -79,185 +37,11 @@ class CaptureManager:
         rows_mix: rows of the step depend on each other on purpose (a scale over the whole batch,
             say), so what padding holds may matter; otherwise verification refuses that.
         recorder: None: what `settings.recorder` says, on the device of `inputs`.
+        watched: what must stay in place for the recordings; None: whatever the step can reach by name.
 
     One thread at a time: a call that meets another raises `StateError`. Replays run on the current
     CUDA stream; outputs last until the next call of run().
     """
-
-    def __init__(
-        self,
-        step: Step,
-        inputs: StaticInputs,
-        *,
-        pool: BufferPool | None = None,
-        ladder: BucketLadder | None = None,
-        settings: Settings | None = None,
-        example: Example | None = None,
-        state: Sequence[torch.Tensor | torch.Generator] = (),
-        rows_mix: bool = False,
-        recorder: Recorder | None = None,
-    ) -> None:
-        self.step = step
-        self.inputs = inputs
-        self.settings = Settings.from_env() if settings is None else settings
-        self.pool = BufferPool(inputs.device) if pool is None else pool
-        self.ladder = ladder or BucketLadder.parse(self.settings.buckets, inputs.max_batch)
-        if self.ladder.max_batch != inputs.max_batch:
-            raise LadderError(
-                f"the ladder ends at {self.ladder.max_batch} and the slots have "
-                f"{inputs.max_batch} rows; both must be the maximum batch: "
-                f"BucketLadder(sizes, max_batch={inputs.max_batch})"
-            )
-        self.recorder = recorder or select_recorder(self.settings.recorder, inputs.device)
-        self._verifier = Verifier(inputs, self.pool, example, state, rows_mix)
-        self.recorder.generators = self._verifier.generators
-        self._lock = threading.Lock()
-        self._state = "new"
-        self._captured = BucketCapture(self.recorder, inputs, self._verifier, strict=False)
-        self._served: dict[int, _Served] = {size: _Served(size) for size in self.ladder}
-        self._steady: tuple[_Served, int] | None = None  # the last run was a replay of so many rows
-        self._fingerprint: Fingerprint | None = None
-        self._report: CaptureReport | None = None
-        self._fallback = Fallback(step, inputs, self.pool, self.ladder, strict=self.settings.strict)
-        self._unwatched_note: str | None = None
-        self._verified = 0
-
-    # -- capture ---------------------------------------------------------------------------------
-
-    def capture(self, progress: Progress | None = None) -> CaptureReport:
-        """Warm up every bucket, freeze the pool, record from the largest bucket down, verify.
-
-        Slots, `state` and random generators are afterwards as they were before. A bucket that cannot
-        be recorded or verified costs that bucket only: it is in the report, a WARNING is logged, and
-        its batches run eagerly.
-
-        Raises:
-            StateError: recorded already, closed, or called inside a recording.
-            PoolLimitError: the plan is larger than ``GRAPHCAP_POOL_MIB``.
-            CaptureError, VerificationError: a bucket failed and ``GRAPHCAP_STRICT=1``.
-        """
-        with self._alone("capture()"):
-            if self._state in ("recorded", "closed"):
-                raise StateError(
-                    f"capture() was called on a manager that is {self._state}; a manager captures "
-                    f"once: close() it and make a new one"
-                )
-            started = time.perf_counter()
-            notify = progress or (lambda done, total, what: None)
-            launches = self.inputs.launches
-            try:
-                with garbage_collection_held(), self._verifier.put_back():
-                    self._capture_all(notify)
-                self._captured.warn()
-                for size, recording in self._captured.recordings.items():
-                    self._served[size].recording = recording
-                self._report = self._reported(time.perf_counter() - started)
-            except BaseException:
-                self._drop_recordings()
-                self._state = "new"
-                raise
-            finally:
-                self.inputs.launches = launches  # what verification copied serves no batch
-            self._state = "recorded"
-            if self.settings.report is not None:
-                self._write_report(self.settings.report)
-            return self._report
-
-    def _capture_all(self, notify: Progress) -> None:
-        capture = BucketCapture(
-            self.recorder, self.inputs, self._verifier, strict=self.settings.strict
-        )
-        self._captured = capture
-        sizes = sorted(self.ladder, reverse=True)
-        logger.info(
-            "recording %d buckets (%s) with the %s recorder on %s",
-            len(sizes),
-            ", ".join(map(str, sizes)),
-            self.recorder.name,
-            self.inputs.device,
-        )
-        verifying = self.settings.verify != "off"
-        work = [("warming up", size) for size in sizes] + [("recording", size) for size in sizes]
-        work += [("verifying", size) for size in sizes] if verifying else []
-        steps = iter(enumerate(work))
-
-        def advance() -> int:
-            done, (what, size) = next(steps)
-            notify(done, len(work), f"{what} bucket {size}")
-            return size
-
-        for _ in sizes:
-            size = advance()
-            capture.warm_up(size, self._bound(size))
-        self._state = "warmed"
-        if not self.pool.frozen:
-            self.pool.freeze(self.settings.pool_mib)
-        self._state = "frozen"
-        before = reachable(self.step)
-        for _ in sizes:
-            size = advance()
-            capture.record(size, self._bound(size))
-        pinned = {f"slot arena of {len(self.inputs.slots)} slots": self.inputs.arena}
-        pinned["pool arena"] = self.pool.arena
-        self._fingerprint = Fingerprint(self.step, pinned, before)
-        self._note_unwatched(self._fingerprint.tensors())
-        if verifying:
-            fewest = {size: below + 1 for below, size in pairwise([0, *self.ladder])}
-            for _ in sizes:
-                size = advance()
-                rows = sorted({fewest[size], size})
-                kept = self._fingerprint.tensors()
-                capture.verify(size, self._bound(size), rows, kept, self._bound)
-        notify(len(work), len(work), "done")
-
-    def _note_unwatched(self, watched: Sequence[torch.Tensor]) -> None:
-        """Say what the recordings read and no name leads to: rebinding it will not be noticed."""
-        known = {
-            t.untyped_storage().data_ptr()
-            for t in (*watched, *self.inputs.owned, *self._verifier.state)
-        }
-        unseen = {
-            storage.data_ptr(): storage.nbytes()
-            for recording in self._captured.recordings.values()
-            for storage in recording.pinned
-            if storage.data_ptr() not in known
-        }
-        if unseen:
-            self._unwatched_note = (
-                f"the step reads {len(unseen)} tensors ({sum(unseen.values()) / 2**20:.2f} MiB) that "
-                f"no name leads to from it (a class attribute, another module's global, a cache): "
-                f"they are kept alive, but rebinding them is not noticed"
-            )
-
-    def _bound(self, size: int) -> BoundStep:
-        def bound() -> Mapping[str, torch.Tensor]:
-            self.inputs.restore_pads()
-            with self.pool.step():
-                return self.step(self.inputs.views(size))
-
-        return bound
-
-    def _reported(self, seconds: float) -> CaptureReport:
-        captured = self._captured
-        largest = max(captured.recordings, default=None)
-        return CaptureReport(
-            recorder=self.recorder.name,
-            device=_device_name(self.inputs.device),
-            buckets=tuple(captured.reports[size] for size in sorted(captured.reports)),
-            failures=captured.failures_text(),
-            pool_bytes=self.pool.nbytes,
-            pool_lower_bound_bytes=self.pool.plan.lower_bound,
-            slots_bytes=self.inputs.arena.numel(),
-            seconds=seconds,
-            census=None if largest is None else captured.recordings[largest].census(),
-            notes=(*self._verifier.notes, *filter(None, [self._unwatched_note])),
-        )
-
-    def _write_report(self, path: Path) -> None:
-        try:
-            self.report.write(path)
-        except OSError as error:  # a full disk must not cost the recordings
-            logger.warning("the capture report was not written to %s: %s", path, error)
 
     # -- run -------------------------------------------------------------------------------------
 
@@ -320,9 +104,81 @@ class CaptureManager:
             return self._fallback.run(batch, count, reason)
         return self._replay(self._served[size], count, batch, settles=agreed_batch is None)
 
+    # -- for hosts -------------------------------------------------------------------------------
+
+    def serves(self, size: int) -> bool:
+        """Whether bucket `size` has a recording that serves."""
+        return self._state == "recorded" and size in self._captured.recordings
+
+    def replay(
+        self, size: int, rows: int, eager: BoundStep | None = None
+    ) -> Mapping[str, torch.Tensor]:
+        """Replay bucket `size`, whose inputs the host has put in place, `rows` of them real.
+
+        Args:
+            eager: the step on those inputs, for ``GRAPHCAP_VERIFY=N``; None: it cannot be run twice.
+
+        Returns:
+            Output name -> tensor of all `size` rows. Owned by the recording; valid until the next
+            replay.
+
+        Raises:
+            StateError: no recording serves this bucket, or the manager is in use.
+            StaleRecordingError: something that was recorded has been rebound or moved.
+        """
+        if current_observer() is not None or not self._lock.acquire(blocking=False):
+            raise self._busy("replay()")
+        try:
+            if not self.serves(size):
+                raise StateError(
+                    f"bucket {size} has no recording that serves; ask serves() before replay()"
+                )
+            served = self._served[size]
+            recording = served.recording
+            assert recording is not None
+            assert self._fingerprint is not None
+            self._fingerprint.check()
+            self.inputs.rows = rows
+            self._serve(
+                served, recording, rows, None if eager is None else self._bound(size, eager)
+            )
+            return recording.outputs
+        finally:
+            self._lock.release()
+
+    def expect_change(self) -> None:
+        """The next replay compares everything that the recordings point at with where it was."""
+        if self._fingerprint is not None:
+            self._fingerprint.expect_change()
+
+    def fall_back(self, rows: int, reason: str, remedy: str) -> None:
+        """Count a step of `rows` rows that the host is about to run eagerly; the first one of a reason
+        is a WARNING that gives the `remedy`.
+
+        Raises:
+            FallbackError: ``GRAPHCAP_STRICT=1``.
+        """
+        self._fallback.announce(rows, reason, remedy)
+        self._fallback.count(rows, reason)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _serve(
+        self, served: Served, recording: Recording, count: int, eager: BoundStep | None
+    ) -> None:
+        every = self.settings.verify_every
+        # A replay whose check failed is not counted, so the next run is checked again.
+        if every and eager is not None and (self._replays + 1) % every == 0:
+            self._verifier.check_live(recording, eager, served.size)
+            self._verified += 1
+        else:
+            recording.replay()
+        served.replays += 1
+        served.rows += count
+
     def _replay(
         self,
-        served: _Served,
+        served: Served,
         count: int,
         batch: Mapping[str, torch.Tensor] | None = None,
         settles: bool = True,
@@ -332,18 +188,10 @@ class CaptureManager:
         if batch or count != self.inputs.rows:
             self.inputs.load(batch or {}, count)
         self._fallback.forget()
-        every = self.settings.verify_every
         recording = served.recording
         assert recording is not None
-        # A replay whose check failed is not counted, so the next run is checked again.
-        if every and (self._replays + 1) % every == 0:
-            self._verifier.check_live(recording, self._bound(served.size), served.size)
-            self._verified += 1
-        else:
-            recording.replay()
+        self._serve(served, recording, count, self._bound(served.size))
         self._steady = (served, count) if settles else None
-        served.replays += 1
-        served.rows += count
         views = served.views.get(count)
         if views is None:
             # Read-only: these are handed out again at every run of as many rows.
@@ -408,38 +256,3 @@ class CaptureManager:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _drop_recordings(self) -> None:
-        self._captured.close()
-        for served in self._served.values():
-            served.views.clear()
-            served.recording = None
-        self._fallback.forget()
-        self._steady = None
-        if self._fingerprint is not None:
-            self._fingerprint.close()
-            self._fingerprint = None
-
-    @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
-        if current_observer() is not None or not self._lock.acquire(blocking=False):
-            raise self._busy(what)
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-    def _busy(self, what: str) -> StateError:
-        if current_observer() is not None:
-            return StateError(
-                f"{what} was called inside a step that is being recorded; "
-                f"recordings do not nest: call it outside the step"
-            )
-        return StateError(
-            f"{what} was called while this manager is in use, by another thread or by its own step; "
-            f"a manager serves one call at a time: use one per thread, or a lock"
-        )
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -18,6 +18,7 @@ _MODULE_INNARDS = frozenset(vars(torch.nn.Module()))
 _NOT_LOOKED_INTO = (
     "builtins",
     "graphcap.inputs",
+    "graphcap.life",
     "graphcap.manager",
     "graphcap.pool",
     "graphcap.recorders",
@@ -84,6 +85,24 @@ class Watched:
 
 def watch(name: str, holder: Any, key: Any, tensor: torch.Tensor) -> Watched:
     return Watched(name, holder, key, tensor, tensor.data_ptr(), tensor.untyped_storage())
+
+
+def module_tensors(root: torch.nn.Module) -> list[Watched]:
+    """Parameters and buffers of `root` and its submodules, each once: what a host's model reads.
+
+    Narrower than `reachable`: an engine's modules also hold its configuration and its schedulers, whose
+    objects change without changing what a recording reads.
+    """
+    seen: set[int] = set()
+    found: list[Watched] = []
+    for path, module in root.named_modules():
+        for members in (module._parameters, module._buffers):
+            for key, tensor in members.items():
+                if tensor is None or id(tensor) in seen or tensor.device.type == "meta":
+                    continue
+                seen.add(id(tensor))
+                found.append(watch(f"{path}.{key}" if path else key, members, key, tensor))
+    return found
 
 
 def reachable(step: Callable[..., Any]) -> list[Watched]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from graphcap.checks import compare, first_difference
+from graphcap.checks import Difference, compare, first_difference
 from graphcap.errors import VerificationError
-from graphcap.inputs import StaticInputs
+from graphcap.inputs import Inputs
 from graphcap.pool import BufferPool
 from graphcap.recorders.base import BoundStep, Recording, autocast_casts_not_kept
 
@@ -33,7 +33,7 @@ class Verifier:
 
     def __init__(
         self,
-        inputs: StaticInputs,
+        inputs: Inputs,
         pool: BufferPool,
         example: Example | None,
         state: Sequence[torch.Tensor | torch.Generator],
@@ -70,8 +70,9 @@ class Verifier:
         Args:
             kept: tensors that the step reads and that are not its own (weights). An output that lies
                 in one of them, in a slot or in `state` is not filled: that would destroy an input.
-            unpadded: the step bound to exactly `rows` rows. With it, and unless rows mix on purpose,
-                padding must not be felt by real rows.
+            unpadded: the step bound to exactly `rows` rows; padding must not be felt by real rows,
+                unless rows mix on purpose. None: there is no such step, and what padding holds must
+                not change real rows at all.
 
         Returns:
             The largest relative difference.
@@ -82,7 +83,8 @@ class Verifier:
         batch = self._draw(rows)
         self._inputs.load(batch, self._inputs.check(batch, rows))
         self._inputs.poison_pads(rows)
-        inputs = {_memory(tensor) for tensor in (*kept, *self._state, self._inputs.arena)}
+        read = (*kept, *self._state, *self._inputs.pinned.values())
+        inputs = {_memory(tensor) for tensor in read}
         own = [t for t in recording.outputs.values() if _memory(t) not in inputs and _distinct(t)]
         before = [output.clone() for output in own]
         try:
@@ -91,7 +93,7 @@ class Verifier:
             self._pool.poison()
             before_replay = self._save()
             worst = self._compare(recording, eager, size)
-            if rows < size and unpadded is not None and not self._rows_mix:
+            if rows < size and not self._rows_mix:
                 declared = {n: t[:rows].clone() for n, t in recording.outputs.items()}
                 after_replay = self._save()
                 self._restore(before_replay)
@@ -153,7 +155,7 @@ class Verifier:
     def _compare_pads(
         self,
         recording: Recording,
-        unpadded: BoundStep,
+        unpadded: BoundStep | None,
         size: int,
         declared: Mapping[str, torch.Tensor],
     ) -> None:
@@ -171,17 +173,20 @@ class Verifier:
         _, felt = first_difference(other, declared)
         if felt is None:
             return
-        self._restore(before)
-        with torch.no_grad(), autocast_casts_not_kept(), self._pool.outside():
-            exact = dict(unpadded())
-        _, found = first_difference(declared, exact)
+        found: Difference | None = felt
+        if unpadded is not None:
+            self._restore(before)
+            with torch.no_grad(), autocast_casts_not_kept(), self._pool.outside():
+                exact = dict(unpadded())
+            _, found = first_difference(declared, exact)
         if found is not None:
             raise VerificationError(
                 f"bucket {size} with {rows} rows: what padding rows hold changes output "
                 f"{found.output!r} in real row {found.row} (relative difference {found.size:.3g} to "
-                f"the step without padding, allowed {found.allowed:g}); the step mixes the rows of a "
-                f"batch, such as by a mean over them: mask rows beyond inputs['num_rows'], or tell "
-                f"CaptureManager with rows_mix=True that this is meant"
+                f"{'other' if unpadded is None else 'the step without'} padding, allowed "
+                f"{found.allowed:g}); the step mixes the rows of a batch, such as by a mean over "
+                f"them: mask rows beyond inputs['num_rows'], or tell CaptureManager with "
+                f"rows_mix=True that this is meant"
             )
 
     def _changed(self, rows: int) -> dict[str, torch.Tensor]:

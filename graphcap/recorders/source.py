@@ -18,6 +18,7 @@ _MACHINERY = (
     str(_PACKAGE / "recorders"),
     str(_PACKAGE / "operations.py"),
     str(_PACKAGE / "manager.py"),
+    str(_PACKAGE / "life.py"),
     str(_PACKAGE / "inputs.py"),
     str(_PACKAGE / "pool.py"),
     contextlib.__file__,
