@@ -1,0 +1,1 @@
+"""Inference engines that graphcap plugs into. The only place that imports one, and lazily."""

@@ -1,0 +1,227 @@
+"""EngineCapture: everything that graphcap holds for one model runner of vLLM.
+
+Two managers share one pool and one recorder: *decode* (one new token for each sequence; a bucket is a
+number of sequences) and, where mixed batches are recorded too, *mixed* (a bucket is a number of
+tokens). The model runner decides when a phase of the capture happens; see `runner_v1`, `runner_v2`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from graphcap.buckets import BucketLadder
+from graphcap.errors import StaleRecordingError
+from graphcap.hosts.vllm.config import Choice
+from graphcap.hosts.vllm.experts import PooledExperts
+from graphcap.hosts.vllm.inputs import EngineInputs
+from graphcap.hosts.vllm.reporting import Reporter
+from graphcap.manager import CaptureManager
+from graphcap.pool import BufferPool
+from graphcap.reachable import Watched, module_tensors
+from graphcap.recorders.select import select_recorder
+from graphcap.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+HIDDEN = "hidden_states"
+"""Name of the step's only output: (rows, hidden size), the input of the language-model head."""
+
+Forward = Callable[[], torch.Tensor]
+"""The model's forward pass over the engine's buffers of one bucket."""
+
+DECODE, MIXED = "decode", "mixed"
+
+
+class EngineCapture:
+    """See the module.
+
+    Args:
+        choice: what was decided for this engine.
+        settings: the user's.
+        vllm_config: the engine's.
+        model: whose parameters and buffers the recordings point at.
+        kv_caches: gives the engine's key-value caches, by name.
+        device: where the model runs.
+    """
+
+    def __init__(
+        self,
+        choice: Choice,
+        settings: Settings,
+        vllm_config: Any,
+        model: torch.nn.Module,
+        kv_caches: Callable[[], dict[str, torch.Tensor]],
+        device: torch.device,
+    ) -> None:
+        self.choice = choice
+        self.settings = settings
+        self.pool = BufferPool(device)
+        self.experts = PooledExperts(self.pool, settings, device)
+        self.reporter = Reporter(choice, settings, vllm_config)
+        self.failed: str | None = None
+        self._model = model
+        self._kv_caches = kv_caches
+        self._recorder = select_recorder(settings.recorder, device)
+        self._hybrid = bool(getattr(vllm_config.model_config, "is_hybrid", False))
+        text = vllm_config.model_config.hf_text_config
+        limits = (int(text.vocab_size), int(vllm_config.model_config.max_model_len))
+        self.managers: dict[str, CaptureManager] = {}
+        for kind, sizes in ((MIXED, choice.mixed_tokens), (DECODE, choice.decode)):
+            if sizes:
+                inputs = EngineInputs(sizes[-1], device, *limits)
+                self.managers[kind] = CaptureManager(
+                    model.forward,
+                    inputs,
+                    pool=self.pool,
+                    ladder=BucketLadder(sizes, sizes[-1]),
+                    settings=settings,
+                    example=inputs.draw,
+                    recorder=self._recorder,
+                    watched=self._watched,
+                )
+
+    # -- capture ---------------------------------------------------------------------------------
+
+    def show(self, kind: str, slots: torch.Tensor | None, **buffers: Any) -> None:
+        """Show the engine's buffers of a bucket; the largest bucket of a kind comes first."""
+        inputs = self.managers[kind].inputs
+        assert isinstance(inputs, EngineInputs)
+        inputs.adopt(slot_mapping=slots, **buffers)
+
+    def warm_up(self, kind: str, size: int, forward: Forward) -> None:
+        self.managers[kind].warm_up(size, self._bound(forward))
+
+    def freeze(self) -> None:
+        for manager in self.managers.values():
+            manager.freeze()
+
+    def record(self, kind: str, size: int, forward: Forward) -> bool:
+        """Record a bucket. Every rank must come here for the same bucket.
+
+        Under tensor parallelism a bucket that fails on one rank ends recording on all of them: a graph
+        whose all-reduce reads the buffers of the other ranks cannot be replayed against their eager
+        step.
+        """
+        if self.failed is not None:
+            return False
+        manager = self.managers[kind]
+        made = manager.record(size, self._bound(forward))
+        if not agreed(made):
+            why = manager.failure_of(size) or "the recording failed on another rank"
+            self.give_up(f"bucket {size} ({kind}): {why}")
+            return False
+        return made
+
+    def give_up(self, why: str) -> None:
+        """Drop every recording on this rank; from here on every step is vLLM's own."""
+        self.failed = why
+        logger.warning("graphcap records nothing in this engine, steps run eagerly: %s", why)
+        for manager in self.managers.values():
+            for size in manager.ladder:
+                manager.drop(size, "rank_failed", why)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether recordings are held against the eager step after they are made. A recurrent state
+        (linear attention) would advance twice, so hybrid models are not."""
+        return self.settings.verify != "off" and not self._hybrid and self.failed is None
+
+    def verify(self, kind: str, size: int, forward: Forward) -> None:
+        if self.managers[kind].failure_of(size) is None:
+            self.managers[kind].verify(size, self._bound(forward))
+
+    def finish(self) -> None:
+        reports = {kind: manager.finish() for kind, manager in self.managers.items()}
+        notes = []
+        if self._hybrid and self.settings.verify != "off":
+            notes.append("not verified: a recurrent state would advance twice")
+        self.reporter.captured(self, reports, notes)
+
+    # -- serving ---------------------------------------------------------------------------------
+
+    def replay(self, kind: str, size: int, rows: int, forward: Forward) -> torch.Tensor | None:
+        """The hidden states of a bucket, or None where the step has to run eagerly (counted)."""
+        manager = self.managers.get(kind)
+        if manager is None or not manager.serves(size):
+            why = None if manager is None else manager.failure_of(size)
+            self.fall_back(rows, "not_recorded", why or "see the report of the capture")
+            return None
+        eager = None if self._hybrid else self._bound(forward)
+        try:
+            outputs = manager.replay(size, rows, eager)
+        except StaleRecordingError as error:
+            self.fall_back(rows, "stale_recording", str(error))
+            return None
+        self.reporter.replayed(kind, size, rows)
+        return outputs[HIDDEN]
+
+    def fall_back(self, rows: int, reason: str, remedy: str) -> None:
+        """Count a decode step that vLLM is about to run its own way.
+
+        Raises:
+            FallbackError: ``GRAPHCAP_STRICT=1``.
+        """
+        self.managers[DECODE].fall_back(rows, reason, remedy)
+        self.reporter.fell_back(reason)
+
+    def expect_change(self) -> None:
+        """Weights have been or may have been touched: the next replay looks at all of them."""
+        for manager in self.managers.values():
+            manager.expect_change()
+
+    def close(self) -> None:
+        for manager in self.managers.values():
+            manager.close()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _bound(self, forward: Forward) -> Callable[[], dict[str, torch.Tensor]]:
+        def step() -> dict[str, torch.Tensor]:
+            with self.experts.serving():
+                return {HIDDEN: forward()}
+
+        return step
+
+    def _watched(self) -> Sequence[Watched]:
+        caches = self._kv_caches()
+        found = module_tensors(self._model)
+        for name, cache in caches.items():
+            if isinstance(cache, torch.Tensor):
+                found.append(
+                    Watched(
+                        f"kv cache {name}",
+                        caches,
+                        name,
+                        cache,
+                        cache.data_ptr(),
+                        cache.untyped_storage(),
+                    )
+                )
+        return found
+
+
+def row_slots(context: Any) -> torch.Tensor | None:
+    """(rows,) int64: the cache slot of each row of a step, -1 for padding, from its forward context.
+
+    Any layer's will do: padding is the same for all. None where no layer has a cache.
+    """
+    mapping = context.slot_mapping
+    if not isinstance(mapping, dict):
+        return None
+    return next((slots for slots in mapping.values() if slots.dtype == torch.int64), None)
+
+
+def agreed(mine: bool) -> bool:
+    """Whether all tensor-parallel ranks say yes. Talks over the host, never over the device."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return mine
+    vote = torch.tensor([int(mine)], dtype=torch.int32, device="cpu")
+    torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(vote.item())

@@ -1,0 +1,169 @@
+"""MoE layers of the engine on graphcap's pool and kernels, through vLLM's out-of-tree registration.
+
+Only inside a step that graphcap records or replays: everywhere else (prefill, eager steps) a layer is
+vLLM's own. `PooledExperts.serving` marks that; a layer asks `serving_now`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphcap.errors import BackendError
+from graphcap.moe.experts import RoutedExperts
+from graphcap.moe.kernels import ExpertKernels, choose_backend, expert_kernels
+from graphcap.pool import BufferPool
+from graphcap.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+MOST_TOKENS = 64
+"""Above this many tokens a layer stays on vLLM's kernels also inside a recording: graphcap's are made
+for decode batches."""
+
+
+class _ThreadState(threading.local):
+    serving: PooledExperts | None = None
+
+
+_state = _ThreadState()
+
+
+class PooledExperts:
+    """The pool and the kernels that the MoE layers of one model runner share.
+
+    Attributes:
+        kernels: graphcap's; None: layers stay on vLLM's kernels, `why` says why.
+        layers: what each layer that a step reached runs on, with the reason, counted.
+    """
+
+    def __init__(self, pool: BufferPool, settings: Settings, device: torch.device) -> None:
+        self.pool = pool
+        self.kernels: ExpertKernels | None = None
+        self.layers: Counter[str] = Counter()
+        self._seen: set[int] = set()
+        wanted = settings.kernels
+        if wanted == "vllm":
+            self.why = "GRAPHCAP_KERNELS=vllm"
+        elif wanted == "auto" and device.type != "cuda":
+            self.why = f"vLLM's kernels are the faster ones on {device.type}"
+        else:
+            try:
+                backend = choose_backend(wanted, device)
+                self.kernels, self.why = expert_kernels(backend), backend.why
+            except BackendError as error:
+                self.why = str(error)
+                logger.warning("MoE layers stay on vLLM's kernels: %s", error)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """A step of graphcap's runs inside."""
+        before = _state.serving
+        _state.serving = self
+        try:
+            yield
+        finally:
+            _state.serving = before
+
+    def note(self, layer: Any, what: str) -> None:
+        """Count a layer under what it runs on, once."""
+        if id(layer) not in self._seen:
+            self._seen.add(id(layer))
+            self.layers[what] += 1
+
+    def run(self, runner: Any, hidden: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The routed experts of `runner`'s layer: (M, H) -> (M, H), in memory of the caller's own.
+
+        `slots` (M,) int64 is the cache slot of each row; -1 marks padding, which reaches no expert.
+
+        The result is not the pool's: what a model we do not know keeps of it must stay intact.
+        """
+        routed = runner.routed_experts
+        assert self.kernels is not None
+        experts = RoutedExperts(
+            self.kernels,
+            self.pool,
+            runner.gate.weight,
+            routed.w13_weight,
+            routed.w2_weight,
+            top_k=routed.top_k,
+            renormalize=bool(routed.renormalize),
+        )
+        out = torch.empty_like(hidden)
+        experts(hidden, slots[: hidden.shape[0]], out)
+        return out
+
+
+def serving_now() -> PooledExperts | None:
+    """Whose step is running in this thread; None: vLLM's own."""
+    return _state.serving
+
+
+def obstacle(runner: Any) -> str | None:
+    """Why the MoE layer of `runner` stays on vLLM's kernels; None: graphcap's can run it."""
+    routed, gate = runner.routed_experts, runner.gate
+    method = routed.quant_method
+    config = runner.moe_config
+    weight: Any = getattr(gate, "weight", None)
+    w13: Any = getattr(routed, "w13_weight", None)
+    w2: Any = getattr(routed, "w2_weight", None)
+    checks = (
+        (type(method).__name__ != "PooledMoEMethod", f"quantised ({type(method).__name__})"),
+        (gate is None, "its router runs outside the layer"),
+        (type(runner.router).__name__ != "FusedTopKRouter", f"{type(runner.router).__name__}"),
+        (getattr(routed, "scoring_func", "softmax") != "softmax", "its scores are no softmax"),
+        (_name(getattr(routed, "activation", None)) != "SILU", "its activation is not SiLU"),
+        (bool(getattr(routed, "apply_router_weight_on_input", False)), "it weights its input"),
+        (getattr(routed, "expert_map", None) is not None, "its experts are spread over ranks"),
+        (bool(getattr(config, "has_bias", False)), "its experts have biases"),
+        (getattr(routed, "swiglu_limit", None) is not None, "its SwiGLU is clamped"),
+        (getattr(runner, "_fse_fuse_gate", False), "its shared expert is fused into the router"),
+        (getattr(runner, "routed_input_transform", None) is not None, "it transforms its input"),
+        (getattr(gate, "bias", None) is not None, "its router has a bias"),
+        (_name(getattr(method, "unquantized_backend", None)) != "TRITON", "its weight layout"),
+    )
+    for stands, why in checks:
+        if stands:
+            return why
+    if not (_is_plain(weight) and _is_plain(w13) and _is_plain(w2)):
+        return "its weights are not contiguous"
+    if weight.dtype != w13.dtype or w13.dtype not in (torch.bfloat16, torch.float16):
+        return f"its dtypes ({weight.dtype}, {w13.dtype})"
+    experts, inner2, width = w13.shape
+    if weight.shape != (experts, width) or tuple(w2.shape) != (experts, width, inner2 // 2):
+        return "its weight shapes"
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_contiguous()
+
+
+def _name(value: Any) -> str | None:
+    return getattr(value, "name", None)
+
+
+def register() -> str:
+    """Register the pooled MoE layer with vLLM. Returns what was done, for ``graphcap doctor``.
+
+    Idempotent. A layer that somebody else has replaced already stays theirs.
+    """
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    names = ("MoERunner", "UnquantizedFusedMoEMethod")
+    theirs = [
+        name
+        for name in names
+        if name in op_registry_oot and not op_registry_oot[name].__module__.startswith("graphcap")
+    ]
+    if theirs:
+        return f"{', '.join(theirs)} replaced by another plugin: MoE layers stay on its kernels"
+    if names[0] not in op_registry_oot:
+        from graphcap.hosts.vllm import experts_oot  # noqa: F401  # its import registers
+    return "MoE layers registered"

@@ -1,0 +1,109 @@
+"""Installing the plugin: version window, hooks by signature, then one part after the other."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from graphcap.hosts.vllm import versions
+from graphcap.hosts.vllm.config import Choice, apply_after_on_cpu, apply_before, decide
+from graphcap.hosts.vllm.patching import wrap
+from graphcap.hosts.vllm.plugin import PluginStatus
+from graphcap.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def install(settings: Settings, status: PluginStatus) -> None:
+    """Install what this vLLM has the hooks for; fills `status`."""
+    _speak_like_vllm()
+    import vllm
+
+    if not versions.in_window(vllm.__version__):
+        _refuse(
+            status,
+            f"vLLM {vllm.__version__} is outside the versions that graphcap is made for "
+            f"({versions.window()}); install one of these, or a newer graphcap",
+        )
+        return
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_type
+    hooks = versions.HOOKS + (versions.CPU_HOOKS if device == "cpu" else ())
+    faults = versions.faults(hooks)
+    for part, texts in faults.items():
+        status.parts[part] = "; ".join(texts)
+    if "all" in faults or ("v1" in faults and "v2" in faults) or "cpu" in faults:
+        _refuse(status, "; ".join(text for texts in faults.values() for text in texts))
+        return
+    for text in (text for texts in faults.values() for text in texts):
+        logger.warning("graphcap: a hook is missing in vLLM %s: %s", vllm.__version__, text)
+
+    _install_config(settings, device)
+    if "v1" not in faults:
+        from graphcap.hosts.vllm import runner_v1
+
+        runner_v1.install()
+        status.parts["v1"] = "installed"
+        if device == "cpu":
+            from graphcap.hosts.vllm import runner_cpu
+
+            runner_cpu.install()
+            status.parts["cpu"] = "installed"
+    if "v2" not in faults and device == "cuda":
+        from graphcap.hosts.vllm import runner_v2
+
+        runner_v2.install()
+        status.parts["v2"] = "installed"
+    if "experts" not in faults:
+        from graphcap.hosts.vllm import experts
+
+        status.parts["experts"] = experts.register()
+    from graphcap.hosts.vllm import counters, metrics
+
+    counters.share_directory()
+    status.parts["metrics"] = metrics.join_vllm_endpoint()
+    status.state, status.why = "on", ""
+    logger.info("graphcap is on for vLLM %s (%s)", vllm.__version__, device)
+
+
+def _refuse(status: PluginStatus, why: str) -> None:
+    status.state, status.why = "refused", why
+    logger.warning("graphcap stays off: %s", why)
+
+
+def _install_config(settings: Settings, device: str) -> None:
+    from vllm.config import VllmConfig
+
+    def around(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Why: the last place where everything the user set is known and nothing is derived yet."""
+        choice = Choice.of(self)
+        fresh = choice is None and self.model_config is not None
+        if fresh:
+            choice = decide(self, settings, device=device, hopper=_is_hopper(device))
+            apply_before(self, choice)
+        result = original(self, *args, **kwargs)
+        if choice is not None and choice.taken and device == "cpu":
+            apply_after_on_cpu(self, choice)
+        if fresh and choice is not None:
+            level = logging.INFO if choice.taken else logging.WARNING
+            logger.log(level, "%s", choice.text())
+        return result
+
+    wrap(VllmConfig, "__post_init__", around)
+
+
+def _is_hopper(device: str) -> bool:
+    if device != "cuda":
+        return False
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_device_capability(90))
+
+
+def _speak_like_vllm() -> None:
+    """Have graphcap's messages go where vLLM's go, also when vLLM sets up its logger later: it sets up
+    only its own. Left alone where the user gave graphcap handlers."""
+    ours = logging.getLogger("graphcap")
+    if all(isinstance(handler, logging.NullHandler) for handler in ours.handlers):
+        ours.parent = logging.getLogger("vllm")

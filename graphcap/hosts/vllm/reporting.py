@@ -1,0 +1,127 @@
+"""What the plugin tells: one INFO block after the capture, the JSON report, the counters."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphcap.hosts.vllm.config import Choice
+from graphcap.hosts.vllm.counters import SharedCounters
+from graphcap.report import CaptureReport
+from graphcap.settings import Settings
+
+if TYPE_CHECKING:
+    from graphcap.hosts.vllm.engine import EngineCapture
+
+logger = logging.getLogger(__name__)
+
+_BREAKS = "vllm."
+"""Operations in vLLM's own namespace read the forward context on the host (attention, cache update,
+linear attention): on a tape they are its breaks, called live with the metadata of the step."""
+
+
+class Reporter:
+    """Of one model runner: knows its rank, and what has happened so far."""
+
+    def __init__(self, choice: Choice, settings: Settings, vllm_config: Any) -> None:
+        parallel = vllm_config.parallel_config
+        self.rank = int(getattr(parallel, "rank", 0) or 0)
+        self.fallbacks: Counter[str] = Counter()
+        self._choice = choice
+        self._path = settings.report
+        engine = int(getattr(parallel, "data_parallel_rank", 0) or 0)
+        self._counters = SharedCounters(engine=engine, rank=self.rank)
+
+    def replayed(self, kind: str, size: int, rows: int) -> None:
+        if kind == "decode":
+            self._counters.replay(size, rows)
+        else:
+            self._counters.mixed(size, rows)
+
+    def fell_back(self, reason: str) -> None:
+        self.fallbacks[reason] += 1
+        self._counters.fallback(reason)
+
+    def captured(
+        self, engine: EngineCapture, reports: Mapping[str, CaptureReport], notes: Sequence[str]
+    ) -> None:
+        """The capture is over: say it once, write it down, count it."""
+        seconds = sum(report.seconds for report in reports.values())
+        graph_bytes = sum(report.graph_bytes for report in reports.values())
+        self._counters.captured(
+            seconds=seconds, graph_bytes=graph_bytes, pool_bytes=engine.pool.nbytes
+        )
+        logger.info("%s", "\n  ".join(self._lines(engine, reports, notes)))
+        if self._path is not None:
+            self._write(self._path, self._plain(engine, reports, notes))
+
+    def _lines(
+        self, engine: EngineCapture, reports: Mapping[str, CaptureReport], notes: Sequence[str]
+    ) -> list[str]:
+        first = next(iter(reports.values()))
+        seconds = sum(report.seconds for report in reports.values())
+        lines = [
+            f"graphcap: the decode step is recorded ({first.recorder} recorder on {first.device}, "
+            f"{seconds:.1f} s)"
+        ]
+        for kind, report in reports.items():
+            sizes = [bucket.size for bucket in report.buckets]
+            what = "sequences" if kind == "decode" else "tokens"
+            if not sizes:
+                lines.append(f"{kind}: no bucket recorded")
+                continue
+            nodes = max(bucket.nodes for bucket in report.buckets)
+            each = sum(bucket.capture_ms for bucket in report.buckets) / len(sizes)
+            lines.append(
+                f"{kind}: {len(sizes)} buckets of {sizes[0]} to {sizes[-1]} {what}, up to {nodes} "
+                f"nodes, {report.graph_bytes / 2**20:.1f} MiB, {each:.0f} ms each"
+            )
+            if kind == "decode" and breaks(report):
+                lines.append(f"breaks: {breaks(report)} operations of a step run live")
+            for size, why in report.failures.items():
+                lines.append(f"{kind} bucket {size} is not recorded: {why}")
+        lines.append(f"pool: {engine.pool.nbytes / 2**20:.2f} MiB for all layers and buckets")
+        for what, count in sorted(engine.experts.layers.items()):
+            lines.append(f"{count} MoE layers: {what}")
+        lines += [*notes, f"mixed prefill-decode batches: {self._choice.mixed}"]
+        counted = ", ".join(f"{reason} {n}" for reason, n in sorted(self.fallbacks.items()))
+        lines.append(f"fallbacks so far: {counted or 'none'}")
+        return lines
+
+    def _plain(
+        self, engine: EngineCapture, reports: Mapping[str, CaptureReport], notes: Sequence[str]
+    ) -> dict[str, Any]:
+        import vllm
+
+        return {
+            "host": "vllm",
+            "vllm": vllm.__version__,
+            "rank": self.rank,
+            "choice": self._choice.to_plain(),
+            "managers": {kind: report.to_json() for kind, report in reports.items()},
+            "breaks": breaks(reports["decode"]),
+            "moe_layers": dict(engine.experts.layers),
+            "pool_bytes": engine.pool.nbytes,
+            "fallbacks": dict(self.fallbacks),
+            "notes": list(notes),
+        }
+
+    def _write(self, path: Path, plain: dict[str, Any]) -> None:
+        if self.rank:
+            path = path.with_name(f"{path.stem}.rank{self.rank}{path.suffix}")
+        try:
+            path.write_text(json.dumps(plain, indent=2) + "\n")
+        except OSError as error:  # a full disk must not cost the recordings
+            logger.warning("the capture report was not written to %s: %s", path, error)
+
+
+def breaks(report: CaptureReport) -> int:
+    """Operations of one step that a tape calls live; 0 in a CUDA graph, which has none."""
+    if report.recorder != "tape" or report.census is None:
+        return 0
+    rows = report.census.rows
+    return sum(row.count for row in rows if row.operation.startswith(_BREAKS))

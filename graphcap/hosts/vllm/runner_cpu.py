@@ -1,0 +1,73 @@
+"""vLLM's CPU platform: the first model runner with the tape as recorder.
+
+vLLM has no graphs on CPUs, so it does not pad decode batches there and never captures. Both are turned
+on: decode batches are padded to a bucket as for full graphs, and the tape is recorded at the end of
+the worker's start. Attention and cache update read the metadata of the step on the host; on the tape
+they are operations that are called live.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from graphcap.hosts.vllm.patching import wrap
+from graphcap.hosts.vllm.runner_v1 import StepWrapper, _taken, capture_full, finish_capture
+
+
+def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Why: this runner has a load_model of its own, which wraps nothing."""
+    result = original(self, *args, **kwargs)
+    if _taken(self.vllm_config) is not None and not isinstance(self.model, StepWrapper):
+        self.model = StepWrapper(self.model, self.vllm_config, self)
+    return result
+
+
+def _get_model(original: Any, self: Any) -> Any:
+    """Why: here get_model() hands out `self.model` as it is."""
+    model = original(self)
+    return model.unwrap() if isinstance(model, StepWrapper) else model
+
+
+def _warm_up(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Why: the last thing a worker does before it serves; elsewhere the capture is part of it."""
+    result = original(self, *args, **kwargs)
+    runner = self.model_runner
+    wrapper = runner.model
+    if isinstance(wrapper, StepWrapper):
+        with torch.inference_mode():
+            descriptors = runner.cudagraph_dispatcher.get_capture_descs()
+            full = [d for mode, group in descriptors if mode == CUDAGraphMode.FULL for d in group]
+            if full:
+                capture_full(runner, wrapper, full)
+                finish_capture(runner)
+    return result
+
+
+def _support(original: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Why: the backend says that no graph can hold it; on the tape it does not have to be held."""
+    if _taken(vllm_config) is None:
+        return original(cls, vllm_config, *args, **kwargs)
+    return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+def install() -> None:
+    """Wrap the functions of the CPU platform. Idempotent."""
+    wrap(CPUModelRunner, "load_model", _load_model)
+    wrap(CPUModelRunner, "get_model", _get_model)
+    wrap(CPUWorker, "compile_or_warm_up_model", _warm_up)
+    builder = CPUAttentionMetadataBuilder
+    if not hasattr(builder.get_cudagraph_support, "__graphcap__"):
+        original = builder.get_cudagraph_support.__func__
+
+        def get_cudagraph_support(cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+            return _support(original, cls, vllm_config, *args, **kwargs)
+
+        get_cudagraph_support.__graphcap__ = True  # type: ignore[attr-defined]
+        builder.get_cudagraph_support = classmethod(get_cudagraph_support)

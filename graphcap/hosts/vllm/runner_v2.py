@@ -1,0 +1,280 @@
+"""vLLM's second model runner: `CudaGraphManager` and its `ModelCudaGraphManager`.
+
+There full graphs are captured from a function that vLLM prepares for each descriptor, write the hidden
+states into one buffer of the manager's, and are replayed by `run_fullgraph`. graphcap takes the
+model's manager; those of draft models stay vLLM's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.distributed.parallel_state import graph_capture
+from vllm.forward_context import get_forward_context
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CudaGraphManager,
+    ModelCudaGraphManager,
+)
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from graphcap.hosts.vllm.config import Choice
+from graphcap.hosts.vllm.engine import DECODE, MIXED, EngineCapture, row_slots
+from graphcap.hosts.vllm.patching import wrap
+from graphcap.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+class _Model:
+    """What graphcap keeps for one `ModelCudaGraphManager`."""
+
+    def __init__(self, model: torch.nn.Module, buffers: Any) -> None:
+        self.model = model
+        self.buffers = buffers
+        self.engine: EngineCapture | None = None
+        self.forwards: dict[Any, Callable[[], torch.Tensor]] = {}
+        self.rows = 0
+
+
+def _model_of(manager: Any) -> _Model | None:
+    return getattr(manager, "graphcap_model", None)
+
+
+def _taken(manager: Any) -> Choice | None:
+    choice = Choice.of(manager.vllm_config)
+    if type(manager) is not ModelCudaGraphManager or choice is None or not choice.taken:
+        return None
+    return choice
+
+
+def _kind(descriptor: Any) -> str:
+    return DECODE if descriptor.uniform_token_count == 1 else MIXED
+
+
+# -- capture -------------------------------------------------------------------------------------
+
+
+def _capture_full(manager: Any, held: _Model, descriptors: Any, create: Any) -> None:
+    """Warm up every bucket, freeze the pool, record from the largest down, verify, serve."""
+    choice = _taken(manager)
+    assert choice is not None
+    config = manager.vllm_config
+
+    def kv_caches() -> dict[str, torch.Tensor]:
+        layers = config.compilation_config.static_forward_context
+        found = {name: getattr(layer, "kv_cache", None) for name, layer in layers.items()}
+        return {name: cache for name, cache in found.items() if isinstance(cache, torch.Tensor)}
+
+    engine = EngineCapture(
+        choice, Settings.from_env(), config, held.model, kv_caches, torch.device(manager.device)
+    )
+    # The first forward pass sizes vLLM's buffer of hidden states: the largest one comes first.
+    buckets = sorted(descriptors, key=lambda d: (_kind(d) == DECODE, -d.num_tokens))
+    try:
+        with graph_capture(device=manager.device):
+            for descriptor in buckets:
+                forward = _forward(manager, descriptor, create(descriptor, warmup=True))
+                engine.warm_up(
+                    _kind(descriptor),
+                    descriptor.num_tokens,
+                    _shown(engine, held, descriptor, forward),
+                )
+            engine.freeze()
+            for descriptor in buckets:
+                forward = _forward(manager, descriptor, create(descriptor, warmup=False))
+                if engine.record(_kind(descriptor), descriptor.num_tokens, forward):
+                    held.forwards[descriptor] = forward
+        if engine.verifies:
+            for descriptor in buckets:
+                if _kind(descriptor) == DECODE and descriptor in held.forwards:
+                    forward = _forward(manager, descriptor, create(descriptor, warmup=False))
+                    engine.verify(DECODE, descriptor.num_tokens, forward)
+        engine.finish()
+    except BaseException:
+        engine.close()
+        raise
+    held.engine = engine
+    for descriptor in buckets:
+        if not engine.managers[_kind(descriptor)].serves(descriptor.num_tokens):
+            held.forwards.pop(descriptor, None)
+            _withdraw(manager, descriptor)
+
+
+def _shown(
+    engine: EngineCapture, held: _Model, descriptor: Any, forward: Callable[[], torch.Tensor]
+) -> Callable[[], torch.Tensor]:
+    """`forward`, which on its way shows the engine's buffers to graphcap."""
+    buffers, tokens, kind = held.buffers, descriptor.num_tokens, _kind(descriptor)
+    original = held.model.forward
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        engine.show(
+            kind,
+            row_slots(get_forward_context()),
+            input_ids=buffers.input_ids[:tokens],
+            positions=buffers.positions[:tokens],
+        )
+        return original(*args, **kwargs)
+
+    def run() -> torch.Tensor:
+        held.model.forward = seen  # type: ignore[method-assign]
+        try:
+            return forward()
+        finally:
+            del held.model.forward  # the class's own is found again
+
+    return run
+
+
+def _forward(manager: Any, descriptor: Any, prepared: Any) -> Callable[[], torch.Tensor]:
+    def forward() -> torch.Tensor:
+        prepared(CUDAGraphMode.NONE)
+        hidden: torch.Tensor = manager.hidden_states[: descriptor.num_tokens]
+        return hidden
+
+    return forward
+
+
+def _withdraw(manager: Any, descriptor: Any) -> None:
+    """Have vLLM dispatch no batch to a descriptor that has no recording."""
+    for candidates in manager._candidates.values():
+        if descriptor in candidates:
+            candidates.remove(descriptor)
+
+
+# -- what is wrapped, one function each ----------------------------------------------------------
+
+
+def _init_candidates(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Why: in vLLM a mode with full graphs for mixed batches records one graph of a size for decode and
+    mixed batches alike, whose attention is the one of prefills."""
+    result = original(self, *args, **kwargs)
+    choice = _taken(self)
+    if choice is None or choice.mixed != "full" or self.cudagraph_mode != CUDAGraphMode.FULL:
+        return result
+    full = CUDAGraphMode.FULL
+    decode = [
+        BatchExecutionDescriptor(
+            cg_mode=full, num_tokens=size, num_reqs=size, uniform_token_count=1
+        )
+        for size in choice.decode
+    ]
+    # At most one sequence for two tokens: with one for each, a dummy batch looks like decode, and vLLM
+    # 0.26 would record decode attention.
+    mixed = [
+        BatchExecutionDescriptor(
+            cg_mode=full, num_tokens=size, num_reqs=max(1, min(size // 2, self.max_num_reqs))
+        )
+        for size in choice.mixed_tokens
+    ]
+    self._capture_descs = {full: sorted(decode + mixed, key=lambda d: -d.num_tokens)}
+    self._candidates = {}
+    for tokens in range(1, max(choice.decode[-1], choice.mixed_tokens[-1]) + 1):
+        fits = [d for d in decode if d.num_tokens >= tokens][:1]
+        fits += [d for d in mixed if d.num_tokens >= tokens]
+        self._candidates[tokens, 0] = fits
+    return result
+
+
+def _capture_with_model(
+    original: Any,
+    self: Any,
+    model: Any,
+    model_state: Any,
+    input_buffers: Any,
+    *rest: Any,
+    **kw: Any,
+) -> Any:
+    """Why: the only place where the manager meets its model and its buffers."""
+    if _taken(self) is not None:
+        self.graphcap_model = _Model(model, input_buffers)
+    return original(self, model, model_state, input_buffers, *rest, **kw)
+
+
+def _capture(original: Any, self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """Why: vLLM records each descriptor right after its warm-up, without freezing a pool."""
+    held = _model_of(self)
+    profiling = getattr(self, "_max_full_descs_to_capture", None) is not None
+    full = self._capture_descs.get(CUDAGraphMode.FULL)
+    if held is None or profiling or not full:
+        return original(self, create_forward_fn, *args, **kwargs)
+    everything = self._capture_descs
+    self._capture_descs = {m: d for m, d in everything.items() if m != CUDAGraphMode.FULL}
+    try:
+        result = original(self, create_forward_fn, *args, **kwargs)
+    finally:
+        self._capture_descs = everything
+    _capture_full(self, held, list(full), create_forward_fn)
+    return result
+
+
+def _run_fullgraph(original: Any, self: Any, desc: Any, *args: Any, **kwargs: Any) -> Any:
+    """Why: full graphs are replayed here, by descriptor."""
+    held = _model_of(self)
+    if held is None or held.engine is None:
+        return original(self, desc, *args, **kwargs)
+    forward = held.forwards[desc]
+    if held.engine.replay(_kind(desc), desc.num_tokens, held.rows, forward) is None:
+        forward()
+    return None
+
+
+def _dispatch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Why: only here is it known how many tokens of a step are real, and what got no graph."""
+    descriptor = original(self, *args, **kwargs)
+    held = _model_of(self)
+    if held is None or held.engine is None:
+        return descriptor
+    named = dict(zip(("num_reqs", "num_tokens", "uniform_token_count"), args, strict=False))
+    named.update(kwargs)
+    held.rows = int(named.get("num_tokens") or 0)
+    if descriptor.cg_mode == CUDAGraphMode.NONE and held.rows:
+        decode = named.get("uniform_token_count") == 1
+        if decode:
+            held.engine.fall_back(
+                held.rows,
+                "above_max_batch",
+                "raise GRAPHCAP_BUCKETS or cudagraph_capture_sizes to the largest decode batch",
+            )
+        elif held.engine.choice.mixed == "full":
+            held.engine.fall_back(
+                held.rows,
+                "mixed_above_max_tokens",
+                "a prefill this large runs eagerly; lower max_num_batched_tokens to change that",
+            )
+    return descriptor
+
+
+def _reload_weights(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Why: recordings read the weights where they lay; a reload that rebinds one must be noticed."""
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        held = _model_of(self.cudagraph_manager)
+        if held is not None and held.engine is not None:
+            held.engine.expect_change()
+
+
+def _shutdown(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Why: recordings keep weights and caches alive that the runner is about to give back."""
+    held = _model_of(getattr(self, "cudagraph_manager", None))
+    if held is not None and held.engine is not None:
+        held.engine.close()
+        held.engine = None
+    return original(self, *args, **kwargs)
+
+
+def install() -> None:
+    """Wrap the functions of the second runner. Idempotent."""
+    wrap(CudaGraphManager, "_init_candidates", _init_candidates)
+    wrap(CudaGraphManager, "capture", _capture)
+    wrap(CudaGraphManager, "run_fullgraph", _run_fullgraph)
+    wrap(CudaGraphManager, "dispatch", _dispatch)
+    wrap(ModelCudaGraphManager, "capture", _capture_with_model)
+    wrap(GPUModelRunner, "reload_weights", _reload_weights)
+    wrap(GPUModelRunner, "shutdown", _shutdown)
