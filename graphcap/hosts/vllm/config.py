@@ -152,6 +152,7 @@ def decide(config: Any, settings: Settings, *, device: str, hopper: bool) -> Cho
     if given:
         decode = tuple(sorted({size for size in given if size <= most}))
     else:
+        most = min(most, compilation.max_cudagraph_capture_size or most)
         decode = tuple(BucketLadder.parse(settings.buckets, most))
     if device == "cpu":
         chosen = ("no torch.compile (mode=0)",) if compilation.mode is None else ()
@@ -159,16 +160,7 @@ def decide(config: Any, settings: Settings, *, device: str, hopper: bool) -> Cho
             *(True, (), "eager", decode, (), chosen, left, recorder), kernels=settings.kernels
         )
 
-    mixed, tokens = "piecewise", ()
-    if mode == "FULL_DECODE_ONLY":
-        mixed = "piecewise" if compiles else "eager"
-    elif not compiles and _mixed_full(config, hopper):
-        limit = min(scheduler.max_num_batched_tokens, MIXED_SIZES[-1])
-        if given:
-            tokens = tuple(sorted(given))
-        else:
-            tokens = tuple(sorted({*(s for s in MIXED_SIZES if s < limit), limit}))
-        mixed = "full"
+    mixed, tokens = _mixed(config, mode, hopper, compiles or recorder == "tape")
     picked = []
     if (mixed == "full" or recorder == "tape") and compilation.mode is None:
         picked.append("no torch.compile (mode=0)")
@@ -176,7 +168,27 @@ def decide(config: Any, settings: Settings, *, device: str, hopper: bool) -> Cho
         picked.append("cudagraph_mode=FULL")
     if not given:
         picked.append("cudagraph_capture_sizes")
-    return Choice(True, (), mixed, decode, tokens, tuple(chosen), left, kernels=settings.kernels)
+    return Choice(
+        *(True, (), mixed, decode, tokens, tuple(picked), left, recorder),
+        kernels=settings.kernels,
+    )
+
+
+def _mixed(
+    config: Any, mode: str | None, hopper: bool, compiles: bool
+) -> tuple[str, tuple[int, ...]]:
+    """How mixed batches run, and for which token counts they are recorded."""
+    if mode == "FULL_DECODE_ONLY":
+        return ("piecewise" if compiles else "eager"), ()
+    if compiles or not _mixed_full(config, hopper):
+        return "piecewise", ()
+    given = config.compilation_config.cudagraph_capture_sizes
+    if given:
+        return "full", tuple(sorted(given))
+    scheduler = config.scheduler_config
+    possible = scheduler.max_num_seqs * config.model_config.max_model_len
+    limit = min(scheduler.max_num_batched_tokens, possible, MIXED_SIZES[-1])
+    return "full", tuple(sorted({*(s for s in MIXED_SIZES if s < limit), limit}))
 
 
 def apply_before(config: Any, choice: Choice) -> None:
@@ -192,10 +204,16 @@ def apply_before(config: Any, choice: Choice) -> None:
         compilation.mode = CompilationMode.NONE
     if choice.mixed == "full" and compilation.cudagraph_mode is None:
         compilation.cudagraph_mode = CUDAGraphMode.FULL
-    if compilation.cudagraph_capture_sizes is None and choice.mixed_tokens:
-        sizes = sorted({*choice.decode, *choice.mixed_tokens})
-        compilation.cudagraph_capture_sizes = sizes
-        compilation.max_cudagraph_capture_size = sizes[-1]
+    if compilation.cudagraph_capture_sizes is None and choice.recorder == "cuda":
+        sizes = {*choice.decode, *choice.mixed_tokens}
+        if choice.mixed == "piecewise":
+            # vLLM's own sizes above the decode ladder: its pieces serve mixed batches with them.
+            scheduler = config.scheduler_config
+            most = min(2 * scheduler.max_num_seqs, 512, scheduler.max_num_batched_tokens)
+            limit = compilation.max_cudagraph_capture_size or most
+            sizes |= {size for size in BucketLadder.up_to(limit) if size > choice.decode[-1]}
+        compilation.cudagraph_capture_sizes = sorted(sizes)
+        compilation.max_cudagraph_capture_size = max(sizes)
 
 
 def apply_after_on_cpu(config: Any, choice: Choice) -> None:

@@ -204,6 +204,7 @@ def _dummy_run(runner: Any, wrapper: StepWrapper, descriptor: Any, phase: Phase)
         "remove_lora": False,
         "is_graph_capturing": True,
         "num_active_loras": descriptor.num_active_loras,
+        "profile_seq_lens": _sequence_length(descriptor),
     }
     known = inspect.signature(GPUModelRunner._dummy_run).parameters
     wrapper.phase = phase
@@ -211,6 +212,18 @@ def _dummy_run(runner: Any, wrapper: StepWrapper, descriptor: Any, phase: Phase)
         runner._dummy_run(descriptor.num_tokens, **{k: v for k, v in wanted.items() if k in known})
     finally:
         wrapper.phase = None
+
+
+def _sequence_length(descriptor: Any) -> int | None:
+    """The sequence length of a dummy batch: None is vLLM's own choice.
+
+    For mixed batches that is the number of tokens of the whole batch, for which a block table may have no
+    room; here each sequence is as long as the longest share of the batch.
+    """
+    if descriptor.uniform or not descriptor.num_reqs:
+        return None
+    share, rest = divmod(descriptor.num_tokens, descriptor.num_reqs)
+    return int(share + rest)
 
 
 def _new_engine(runner: Any) -> EngineCapture:
@@ -269,6 +282,14 @@ def _capture_cudagraphs(
     if wrapper is None or cudagraph_runtime_mode != CUDAGraphMode.FULL:
         return original(self, batch_descriptors, cudagraph_runtime_mode, *rest, **kw)
     return capture_full(self, wrapper, list(batch_descriptors))
+
+
+def _warmup_and_capture(original: Any, self: Any, desc: Any, *args: Any, **kwargs: Any) -> Any:
+    """Why: vLLM estimates graph memory with dummy batches whose sequences can be shorter than what is
+    asked of them, once a graph holds more tokens than vLLM's own largest; attention then reads astray."""
+    if _wrapper_of(self) is not None and not desc.uniform and "profile_seq_lens" in kwargs:
+        kwargs["profile_seq_lens"] = _sequence_length(desc)
+    return original(self, desc, *args, **kwargs)
 
 
 def _capture_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -351,6 +372,7 @@ def install() -> None:
     """Wrap the runner's functions. Idempotent."""
     wrap(GPUModelRunner, "load_model", _load_model)
     wrap(GPUModelRunner, "_capture_cudagraphs", _capture_cudagraphs)
+    wrap(GPUModelRunner, "_warmup_and_capture", _warmup_and_capture)
     wrap(GPUModelRunner, "capture_model", _capture_model)
     wrap(GPUModelRunner, "reload_weights", _reload_weights)
     wrap(GPUModelRunner, "shutdown", _shutdown)

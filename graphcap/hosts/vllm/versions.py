@@ -80,6 +80,7 @@ HOOKS: tuple[Hook, ...] = (
         ("num_tokens", "cudagraph_runtime_mode", "force_attention", "uniform_decode"),
         "v1",
     ),
+    Hook(_V1, "GPUModelRunner._warmup_and_capture", ("desc", "profile_seq_lens"), "v1"),
     Hook(_V1, "GPUModelRunner.load_model", ("self",), "v1"),
     Hook(_V1, "GPUModelRunner.capture_model", ("self",), "v1"),
     Hook(
