@@ -119,6 +119,7 @@ class EngineCapture:
     def give_up(self, why: str) -> None:
         """Drop every recording on this rank; from here on every step is vLLM's own."""
         self.failed = why
+        _leave_graph_buffers_alone()
         logger.warning("graphcap records nothing in this engine, steps run eagerly: %s", why)
         for manager in self.managers.values():
             for size in manager.ladder:
@@ -131,8 +132,15 @@ class EngineCapture:
         return self.settings.verify != "off" and not self._hybrid and self.failed is None
 
     def verify(self, kind: str, size: int, forward: Forward) -> None:
-        if self.managers[kind].failure_of(size) is None:
-            self.managers[kind].verify(size, self._bound(forward))
+        """Hold a bucket against its eager step. Every rank must come here for the same bucket: one that
+        differs on one rank is given up on all."""
+        manager = self.managers[kind]
+        if manager.failure_of(size) is not None:
+            return
+        manager.verify(size, self._bound(forward))
+        mine = manager.failure_of(size)
+        if not agreed(mine is None) and mine is None:
+            manager.drop(size, "rank_failed", f"bucket {size}: it differed on another rank")
 
     def finish(self) -> None:
         reports = {kind: manager.finish() for kind, manager in self.managers.items()}
@@ -225,3 +233,14 @@ def agreed(mine: bool) -> bool:
     vote = torch.tensor([int(mine)], dtype=torch.int32, device="cpu")
     torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
     return bool(vote.item())
+
+
+def _leave_graph_buffers_alone() -> None:
+    """Keep vLLM from exchanging the all-reduce buffers of graphs that are gone: at the end of its capture
+    context the ranks pair them by index, and after a failure on one rank their numbers differ."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    communicator = getattr(get_tp_group(), "device_communicator", None)
+    custom = getattr(communicator, "ca_comm", None)
+    if custom is not None and hasattr(custom, "register_graph_buffers"):
+        custom.register_graph_buffers = lambda: None
