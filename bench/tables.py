@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+SECTIONS = {"decode": "measured", "vllm": "measured vllm"}
+"""Prefix of the result files -> name of the markers between which their tables stand."""
+
+_NAMES = {
+    "graphcap": "**graphcap**",
+    "default": "vLLM's default (compiled, FULL_AND_PIECEWISE)",
+    "decode-only": "vLLM, FULL_DECODE_ONLY, not compiled",
+    "full": "vLLM, FULL, not compiled",
+    "eager": "vLLM, eager",
+}
 
 
 def decode_table(result: dict[str, Any], name: str) -> str:
@@ -49,19 +58,67 @@ def decode_table(result: dict[str, Any], name: str) -> str:
     return "\n".join(lines)
 
 
-def measured() -> str:
-    parts = []
-    for path in sorted((ROOT / "bench" / "results").glob("decode_*.json")):
-        parts.append(decode_table(json.loads(path.read_text()), path.name))
-    return "\n\n".join(parts)
+def vllm_table(result: dict[str, Any], name: str) -> str:
+    """One row for each mode of vLLM, all measured in one run."""
+    machine = result["machine"]
+    batches = sorted({int(b) for mode in result["modes"] for b in mode["batches"]})
+    cards = f"{result['tp']} × {machine['card']}" if result["tp"] > 1 else f"one {machine['card']}"
+    lines = [
+        f"Shape `{result['shape']}`, vLLM {machine['vllm']}, {cards} (driver {machine['driver']}, torch "
+        f"{machine['torch']}, Triton {machine['triton']}), commit `{machine['commit']}`, from "
+        f"`bench/results/{name}`. Milliseconds a token (tokens a second), medians of pairs:",
+        "",
+        "| mode | "
+        + " | ".join(f"batch {b}" for b in batches)
+        + " | mixed load: tokens/s | first token p50 / p99 ms | ready after weights, s "
+        "| graphs, GiB | graph / kernel launches a token |",
+        "|---" + "|--:" * (len(batches) + 5) + "|",
+    ]
+    for mode in result["modes"]:
+        cells = [_NAMES[mode["mode"]]]
+        for batch in batches:
+            row = mode["batches"].get(str(batch))
+            cells.append(f"{row['ms']:.2f} ({row['tokens_per_s']:,.0f})" if row else "–")
+        mixed = mode.get("mixed")
+        cells.append(f"{mixed['tokens_per_s']:,.0f}" if mixed else "–")
+        cells.append(f"{mixed['ttft_p50_ms']:.0f} / {mixed['ttft_p99_ms']:.0f}" if mixed else "–")
+        cells.append("–" if mode["ready_s"] is None else f"{mode['ready_s']:.1f}")
+        cells.append("–" if mode["graph_gib"] is None else f"{mode['graph_gib']:.2f}")
+        cells.append(_launches(mode.get("census")))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _launches(census: dict[str, Any] | None) -> str:
+    if census is None:
+        return "–"
+    calls = census["host_calls"]
+    graphs = sum(n for name, n in calls.items() if "GraphLaunch" in name)
+    kernels = sum(n for name, n in calls.items() if "LaunchKernel" in name)
+    return f"{graphs:g} / {kernels:g}"
+
+
+def measured(kind: str) -> str:
+    table = {"decode": decode_table, "vllm": vllm_table}[kind]
+    found = sorted((ROOT / "bench" / "results").glob(f"{kind}_*.json"))
+    return "\n\n".join(table(json.loads(path.read_text()), path.name) for path in found)
+
+
+def filled(text: str) -> str:
+    """`text` with every measured section that it has as the files say."""
+    for kind, name in SECTIONS.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        if begin in text:
+            head, rest = text.split(begin)
+            _, tail = rest.split(end)
+            text = f"{head}{begin}\n{measured(kind)}\n{end}{tail}"
+    return text
 
 
 def main() -> int:
     readme = ROOT / "README.md"
     text = readme.read_text()
-    head, rest = text.split(BEGIN)
-    _, tail = rest.split(END)
-    wanted = f"{head}{BEGIN}\n{measured()}\n{END}{tail}"
+    wanted = filled(text)
     if "--check" in sys.argv:
         return 0 if wanted == text else 1
     readme.write_text(wanted)

@@ -107,7 +107,10 @@ def _gap(step: Any) -> float:
 
 def _graphcap(llm: Any) -> dict[str, Any] | None:
     """Statistics of the plugin's managers; None where it is off."""
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    if not hasattr(executor, "driver_worker"):  # workers are processes of their own
+        return None
+    runner = executor.driver_worker.worker.model_runner
     engine = getattr(runner.model, "engine", None)
     if engine is None:
         held = getattr(getattr(runner, "cudagraph_manager", None), "graphcap_model", None)

@@ -1,0 +1,196 @@
+"""Real vLLM on a GPU: the plugin in both model runners gives vLLM's own tokens.
+
+Each engine is a process of its own; several run at a time, with a fixed cache each. vLLM has to be
+installed, and graphcap with its metadata, so that vLLM finds the plugin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+
+HERE = Path(__file__).resolve().parent
+ARRIVALS = HERE.parent / "hosts" / "vllm" / "arrivals.py"
+CACHE = {"kv_cache_memory_bytes": 2_000_000_000}
+SHAPE = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 2048,
+}
+EXPERTS = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 128}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "moe": ("qwen3_moe", {"num_hidden_layers": 4, **EXPERTS, **SHAPE}),
+    "dense": ("qwen3", {"num_hidden_layers": 4, "intermediate_size": 1024, **SHAPE}),
+    "hybrid": ("qwen3_next", {**EXPERTS, "shared_expert_intermediate_size": 128, **SHAPE}),
+}
+NEAR_TIE = 0.25
+"""Between the two best logits, of magnitude 8 to 16 here, where bfloat16 steps by 1/16: four steps."""
+
+
+def start(
+    model: Path, log: Path, *words: str, engine: dict[str, Any] | None = None, **variables: str
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(ARRIVALS), "--model", str(model), "--requests", "64"]
+    command += ["--tokens", "128", "--max-seqs", "32", "--longest-prompt", "200"]
+    command += ["--vocab", "2048", "--logprobs", "--varied", "--backend", "TRITON_ATTN"]
+    command += ["--engine", json.dumps({**CACHE, **(engine or {})}), *words]
+    environment = {**os.environ, "GRAPHCAP": "0", **variables}
+    with log.open("wb") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=log.parent)
+
+
+def finish(process: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> dict[str, Any]:
+    code = process.wait(timeout=seconds)
+    text = log.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
+    assert code == 0, text[-3000:]
+    assert lines, text[-3000:]
+    return dict(json.loads(lines[-1].removeprefix("RESULT ")))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sys.path.insert(0, str(ARRIVALS.parent))
+    import checkpoints
+
+    folder = tmp_path_factory.mktemp("models")
+    for name, (kind, changes) in KINDS.items():
+        checkpoints.write_checkpoint(folder / name, kind, **changes)
+    return folder
+
+
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+VLLMS = {"GRAPHCAP_KERNELS": "vllm"}
+RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
+    "moe reference": ("moe", ("--eager",), {}),
+    "moe v1": ("moe", (), {"GRAPHCAP": "1"}),
+    "moe v1, vLLM's kernels": ("moe", (), {"GRAPHCAP": "1", **VLLMS}),
+    "moe v2": ("moe", (), {"GRAPHCAP": "1", **V2}),
+    "moe v2, vLLM's kernels": ("moe", (), {"GRAPHCAP": "1", **V2, **VLLMS}),
+    "dense reference": ("dense", ("--eager",), {}),
+    "dense v1": ("dense", (), {"GRAPHCAP": "1"}),
+    "dense v2": ("dense", (), {"GRAPHCAP": "1", **V2}),
+    "sampled reference": ("moe", ("--eager", "--sampled"), {}),
+    "sampled v1, vLLM's kernels": ("moe", ("--sampled",), {"GRAPHCAP": "1", **VLLMS}),
+    "hybrid reference": ("hybrid", (), {}),
+    "hybrid v1, vLLM's kernels": ("hybrid", (), {"GRAPHCAP": "1", **VLLMS}),
+    "hybrid v1": ("hybrid", (), {"GRAPHCAP": "1"}),
+}
+
+
+@pytest.fixture(scope="module")
+def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All engines, six at a time: each spends most of its life on the host."""
+    folder, found, waiting = tmp_path_factory.mktemp("logs"), {}, list(RUNS.items())
+    while waiting:
+        group, waiting = waiting[:7], waiting[7:]
+        running = {}
+        for name, (kind, words, variables) in group:
+            log = folder / f"{name.replace(' ', '-')}.log"
+            running[name] = (start(models / kind, log, *words, **variables), log)
+        for name, (process, log) in running.items():
+            try:
+                found[name] = finish(process, log)
+            except AssertionError as error:
+                found[name] = {"error": str(error)}
+    return found
+
+
+def of(results: dict[str, Any], name: str) -> dict[str, Any]:
+    found = results[name]
+    assert "error" not in found, found["error"]
+    return dict(found)
+
+
+def reference_of(name: str) -> str:
+    return f"{name.split(' ')[0]} reference"
+
+
+SAME_KERNELS = [n for n in RUNS if "vLLM's kernels" in n or n.startswith("dense v")]
+OTHER_KERNELS = ["moe v1", "moe v2", "hybrid v1"]
+
+
+@pytest.mark.parametrize("name", SAME_KERNELS)
+def test_the_tokens_are_those_of_vllm_where_the_kernels_are(
+    results: dict[str, Any], name: str
+) -> None:
+    assert of(results, name)["tokens"] == of(results, reference_of(name))["tokens"]
+
+
+@pytest.mark.parametrize("name", OTHER_KERNELS)
+def test_tokens_part_only_at_near_ties_where_kernels_differ(
+    results: dict[str, Any], name: str
+) -> None:
+    ours, theirs = of(results, name), of(results, reference_of(name))
+    compared = 0
+    for mine, yours, gaps in zip(ours["tokens"], theirs["tokens"], theirs["gaps"], strict=True):
+        for a, b, gap in zip(mine, yours, gaps, strict=True):
+            if a != b:
+                assert gap <= NEAR_TIE, f"{a} for {b}, although {gap} apart"
+                break
+            compared += 1
+    assert compared > 1000
+
+
+@pytest.mark.parametrize("name", [n for n in RUNS if not n.endswith("reference")])
+def test_every_decode_batch_was_served_by_a_bucket(results: dict[str, Any], name: str) -> None:
+    """Promises 1 and 2: batches of 1 to the maximum, growing and shrinking."""
+    found = of(results, name)["graphcap"]
+    assert found["decode"]["fallbacks"] == {}
+    assert found["failures"] == {kind: {} for kind in found["failures"]}
+    assert found["decode"]["replays"] > 150
+    assert all(count > 0 for count in found["decode"]["buckets"].values())
+
+
+@pytest.mark.parametrize("name", ["moe v1", "moe v2", "hybrid v1"])
+def test_moe_layers_run_on_the_pool(results: dict[str, Any], name: str) -> None:
+    found = of(results, name)["graphcap"]
+    assert sum(found["layers"].values()) == 4
+    assert all(text.startswith("graphcap's triton") for text in found["layers"])
+    assert found["pool_bytes"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+class TestTensorParallel:
+    @pytest.fixture(scope="class")
+    def pair(self, models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+        folder, found = tmp_path_factory.mktemp("tp"), {}
+        two = {"tensor_parallel_size": 2}
+        broken = {**two, "worker_extension_cls": "fail_one_rank.FailOneRank"}
+        path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+        for name, words, engine, variables in (
+            ("reference", ("--eager",), two, {}),
+            ("on", (), two, {"GRAPHCAP": "1", **VLLMS}),
+            ("one rank fails", (), broken, {"GRAPHCAP": "1", **VLLMS, "PYTHONPATH": path}),
+        ):
+            log = folder / f"{name}.log"
+            process = start(models / "moe", log, *words, engine=engine, **variables)
+            try:
+                found[name] = {**finish(process, log), "log": log.read_text(errors="replace")}
+            except subprocess.TimeoutExpired:
+                process.kill()
+                found[name] = {"error": "it hung:\n" + log.read_text(errors="replace")[-3000:]}
+            except AssertionError as error:
+                found[name] = {"error": str(error)}
+        return found
+
+    def test_two_ranks_replay_and_agree(self, pair: dict[str, Any]) -> None:
+        assert of(pair, "on")["tokens"] == of(pair, "reference")["tokens"]
+        assert "the decode step is recorded" in pair["on"]["log"]
+
+    def test_a_failure_on_one_rank_ends_recording_on_both(self, pair: dict[str, Any]) -> None:
+        found = of(pair, "one rank fails")
+        assert found["tokens"] == of(pair, "reference")["tokens"]
+        assert found["log"].count("graphcap records nothing in this engine") == 2
