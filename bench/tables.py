@@ -62,7 +62,7 @@ def vllm_table(result: dict[str, Any], name: str) -> str:
     """One row for each mode of vLLM, all measured in one run."""
     machine = result["machine"]
     batches = sorted({int(b) for mode in result["modes"] for b in mode["batches"]})
-    cards = f"{result['tp']} × {machine['card']}" if result["tp"] > 1 else f"one {machine['card']}"
+    cards = f"{result['tp']} x {machine['card']}" if result["tp"] > 1 else f"one {machine['card']}"
     lines = [
         f"Shape `{result['shape']}`, vLLM {machine['vllm']}, {cards} (driver {machine['driver']}, torch "
         f"{machine['torch']}, Triton {machine['triton']}), commit `{machine['commit']}`, from "
@@ -78,12 +78,12 @@ def vllm_table(result: dict[str, Any], name: str) -> str:
         cells = [_NAMES[mode["mode"]]]
         for batch in batches:
             row = mode["batches"].get(str(batch))
-            cells.append(f"{row['ms']:.2f} ({row['tokens_per_s']:,.0f})" if row else "–")
+            cells.append(f"{row['ms']:.2f} ({row['tokens_per_s']:,.0f})" if row else "-")
         mixed = mode.get("mixed")
-        cells.append(f"{mixed['tokens_per_s']:,.0f}" if mixed else "–")
-        cells.append(f"{mixed['ttft_p50_ms']:.0f} / {mixed['ttft_p99_ms']:.0f}" if mixed else "–")
-        cells.append("–" if mode["ready_s"] is None else f"{mode['ready_s']:.1f}")
-        cells.append("–" if mode["graph_gib"] is None else f"{mode['graph_gib']:.2f}")
+        cells.append(f"{mixed['tokens_per_s']:,.0f}" if mixed else "-")
+        cells.append(f"{mixed['ttft_p50_ms']:.0f} / {mixed['ttft_p99_ms']:.0f}" if mixed else "-")
+        cells.append("-" if mode["ready_s"] is None else f"{mode['ready_s']:.1f}")
+        cells.append("-" if mode["graph_gib"] is None else f"{mode['graph_gib']:.2f}")
         cells.append(_launches(mode.get("census")))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -91,7 +91,7 @@ def vllm_table(result: dict[str, Any], name: str) -> str:
 
 def _launches(census: dict[str, Any] | None) -> str:
     if census is None:
-        return "–"
+        return "-"
     calls = census["host_calls"]
     graphs = sum(n for name, n in calls.items() if "GraphLaunch" in name)
     kernels = sum(n for name, n in calls.items() if "LaunchKernel" in name)
