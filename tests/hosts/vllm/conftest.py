@@ -1,0 +1,72 @@
+"""Real vLLMs; a test that needs one is skipped only where it cannot be installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environments import (
+    HERE,
+    PRETEND_H200,
+    WHEELS,
+    EnvironmentUnavailable,
+    cpu_engine_environment,
+    run_script,
+    wheel_environment,
+)
+
+
+@pytest.fixture(scope="session", params=WHEELS)
+def wheel(request: pytest.FixtureRequest) -> tuple[str, Path]:
+    """Version of a CUDA wheel, and an interpreter that imports its Python code."""
+    return request.param, _or_skip(lambda: wheel_environment(request.param))
+
+
+@pytest.fixture(scope="session")
+def cpu_engine() -> Path:
+    """An interpreter in which `vllm.LLM` runs on the CPU."""
+    return _or_skip(cpu_engine_environment)
+
+
+def _or_skip(build: Callable[[], Path]) -> Path:
+    try:
+        return build()
+    except EnvironmentUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+# -- scenarios in a wheel; see gather.py ---------------------------------------------------------
+
+_gathered: dict[str, dict[str, Any]] = {}
+
+
+class Facts:
+    """What the scenarios of a test module found in one wheel, by name."""
+
+    def __init__(self, version: str, results: Mapping[str, Any]) -> None:
+        self.version = version
+        self._results = results
+
+    def __getitem__(self, name: str) -> Any:
+        result = self._results[name]
+        if "error" in result:
+            pytest.fail(f"scenario {name!r} in vLLM {self.version} failed:\n{result['error']}")
+        return result["facts"]
+
+
+@pytest.fixture(scope="module")
+def facts(request: pytest.FixtureRequest, wheel: tuple[str, Path]) -> Facts:
+    """Of the scenarios that the test module names as SCENARIOS.
+
+    vLLM is imported once for all test modules of this run that name some.
+    """
+    version, python = wheel
+    name = request.module.SCENARIOS
+    if name not in _gathered.get(version, {}):
+        modules = (getattr(item, "module", None) for item in request.session.items)
+        wanted = {getattr(module, "SCENARIOS", None) for module in modules} - {None}
+        found = run_script(python, HERE / "gather.py", *sorted(wanted), env=PRETEND_H200)
+        _gathered[version] = found["scenarios"]
+    return Facts(version, _gathered[version][name])
