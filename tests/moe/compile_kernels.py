@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from graphcap.decode.kernels import triton as decode
 from graphcap.moe.kernels import triton as moe
+from graphcap.moe.kernels import triton_pdl
 from graphcap.operations import Operation
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -29,6 +30,8 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 launches: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]] = []
 
@@ -64,7 +67,7 @@ def compile_launch(
             if free and value % 16 == 0:
                 attributes[at] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+    options = {name: kwargs[name] for name in OPTIONS if name in kwargs}
     began = time.perf_counter()
     compiled = triton.compile(source, target=TARGET, options=options)
     return {
@@ -77,6 +80,7 @@ def compile_launch(
             if isinstance(value, int)
         },
         "options": options,
+        "waits": compiled.asm["ptx"].count("griddepcontrol.wait"),
         "seconds": round(time.perf_counter() - began, 2),
     }
 
@@ -105,6 +109,9 @@ def moe_layer(
     call(moe.topk_softmax, logits, empty(m, dtype=torch.int64), weights, ids, renormalize)
     call(moe.align, ids, order, owners, count, e, block)
     w1, w2 = empty(e, 2 * i, h, dtype=dtype), empty(e, h, i, dtype=dtype)
+    routing = (logits, empty(m, dtype=torch.int64))
+    call(moe.pair_gate_up, hidden, *routing, w1, act, weights, ids, renormalize)
+    call(moe.pair_down, act, *routing, weights, ids, w2, hidden, renormalize)
     call(moe.expert_gemm, hidden, w1, order, owners, count, gate_up, k, block)
     call(moe.silu_and_mul, gate_up, act)
     call(moe.expert_gemm, act, w2, order, owners, count, down, 1, block)
@@ -134,6 +141,7 @@ def decode_layer(
 
 def main() -> None:
     JITFunction.run = record
+    triton_pdl._on_device = lambda device: triton_pdl.IN_TRITON  # as on an H200
     # Batch 1 and a full batch of the models in use, then odd sizes with every tail masked.
     moe_layer(1, 8, 256, 2048, 512, 16, True, torch.bfloat16)
     moe_layer(64, 8, 128, 2048, 768, 64, False, torch.bfloat16)

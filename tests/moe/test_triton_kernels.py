@@ -75,7 +75,10 @@ def test_router_gemm(m: int, e: int, h: int, dtype: torch.dtype) -> None:
     weight = normal(2, e, h, dtype=dtype)
     logits = poisoned(m, e, dtype=torch.float32)
     kernels.router_gemm(hidden, weight, logits)
-    assert_close(logits, hidden.double() @ weight.double().T, torch.float32)
+    exact = hidden.double() @ weight.double().T
+    # One unit in the last place: the interpreter truncates where the device rounds.
+    assert bool(((logits - exact).abs() <= exact.abs() * torch.finfo(dtype).eps + 1e-4).all())
+    assert torch.equal(logits, logits.to(dtype).float())  # rounded to the model's dtype
 
 
 def test_router_gemm_keeps_a_poisoned_row_to_itself() -> None:

@@ -17,8 +17,22 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class PairKernels:
+    """What takes the (token, expert) pairs of few tokens one by one; signatures as in `triton_pairs`.
+
+    After `router_gemm` the two are the whole layer.
+    """
+
+    gate_up: Operation
+    down: Operation
+
+
+@dataclass(frozen=True)
 class ExpertKernels:
-    """The operations that `RoutedExperts` is built from; signatures as in `reference`."""
+    """The operations that `RoutedExperts` is built from; signatures as in `reference`.
+
+    A backend without `pairs` groups the pairs by expert whatever the number of tokens.
+    """
 
     name: str
     router_gemm: Operation
@@ -27,6 +41,7 @@ class ExpertKernels:
     expert_gemm: Operation
     silu_and_mul: Operation
     merge: Operation
+    pairs: PairKernels | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,9 @@ def choose_backend(wanted: str, device: torch.device) -> Backend:
 
 def expert_kernels(backend: Backend) -> ExpertKernels:
     module = import_module(f"graphcap.moe.kernels.{backend.name}")
+    pairs = None
+    if hasattr(module, "pair_gate_up"):
+        pairs = PairKernels(module.pair_gate_up, module.pair_down)
     return ExpertKernels(
         backend.name,
         module.router_gemm,
@@ -96,6 +114,7 @@ def expert_kernels(backend: Backend) -> ExpertKernels:
         module.expert_gemm,
         module.silu_and_mul,
         module.merge,
+        pairs,
     )
 
 

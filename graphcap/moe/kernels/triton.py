@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs
 """The operations of the MoE layer in Triton, each one launch.
 
-The matrix products live in `triton_gemm`, the sorting of pairs in `triton_align`. Every function
+The matrix products live in `triton_gemm`, the choice of experts in `triton_topk`, the sorting of
+pairs in `triton_align`, the kernels for pairs one by one in `triton_pairs`. Every function
 writes into its out-parameters, allocates nothing and never waits for the device.
 """
 
@@ -11,56 +12,20 @@ import triton.language as tl
 
 from graphcap.moe.kernels.triton_align import align
 from graphcap.moe.kernels.triton_gemm import expert_gemm, router_gemm
+from graphcap.moe.kernels.triton_pairs import pair_down, pair_gate_up
+from graphcap.moe.kernels.triton_topk import topk_softmax
 from graphcap.operations import operation
 
-__all__ = ["align", "expert_gemm", "merge", "router_gemm", "silu_and_mul", "topk_softmax"]
-
-
-@triton.jit
-def _topk_softmax_kernel(
-    logits_ptr,
-    row_ids_ptr,
-    weights_ptr,
-    ids_ptr,
-    stride,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    E_PAD: tl.constexpr,
-    K_PAD: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-):
-    row = tl.program_id(0)
-    expert = tl.arange(0, E_PAD)
-    slot = tl.arange(0, K_PAD)
-    real = tl.load(row_ids_ptr + row) >= 0
-    readable = tl.where(real, E, 0)
-    logit = tl.load(logits_ptr + row * stride + expert, mask=expert < readable, other=0.0)
-    logit = tl.where(expert < E, logit, -float("inf"))
-    top = tl.max(logit, 0)
-    total = tl.sum(tl.exp(logit - top), 0)
-
-    # Integers in the order of the floats: a maximum over them is exact, and a NaN logit, which ranks
-    # last, cannot yield an expert that does not exist. Equal logits must have equal keys: -0 is 0.
-    clean = tl.where(logit == logit, logit, -float("inf"))
-    bits = tl.where(clean == 0.0, 0.0, clean).to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = tl.where(expert < E, key, -2147483648)
-    chosen = tl.zeros((K_PAD,), tl.int32)
-    value = tl.zeros((K_PAD,), tl.float32)
-    for k in tl.static_range(K):
-        best = tl.max(key, 0)
-        index = tl.min(tl.where(key == best, expert, E_PAD), 0)
-        best_logit = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        chosen = tl.where(slot == k, index, chosen)
-        value = tl.where(slot == k, best_logit, value)
-        key = tl.where(expert == index, -2147483648, key)
-
-    weight = tl.where(slot < K, tl.exp(value - top) / total, 0.0)
-    if RENORMALIZE:
-        weight = weight / tl.sum(weight, 0)
-    at = row * K + slot
-    tl.store(weights_ptr + at, tl.where(real, weight, 0.0), mask=slot < K)
-    tl.store(ids_ptr + at, tl.where(real, chosen, -1), mask=slot < K)
+__all__ = [
+    "align",
+    "expert_gemm",
+    "merge",
+    "pair_down",
+    "pair_gate_up",
+    "router_gemm",
+    "silu_and_mul",
+    "topk_softmax",
+]
 
 
 @triton.jit
@@ -96,36 +61,6 @@ def _merge_kernel(
         at = pairs_ptr + pair.to(tl.int64) * H + h
         total += weight * tl.load(at, mask=h < tl.where(kept, H, 0), other=0.0).to(tl.float32)
     tl.store(out_ptr + row * out_stride + h, total.to(out_ptr.dtype.element_ty), mask=h < H)
-
-
-@operation("topk_softmax", "triton: topk_softmax")
-def topk_softmax(
-    logits: torch.Tensor,
-    row_ids: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    renormalize: bool,
-) -> None:
-    """Softmax of logits (M, E) float32 over E, then its top K: weights (M, K) float32, ids int32.
-
-    Ties go to the lowest expert id. With `renormalize` a row of weights sums to 1. Where row_ids (M,)
-    int64 is negative the row is padding: ids -1, weights 0, its logits are not read.
-    """
-    m, e = logits.shape
-    k = ids.shape[1]
-    _topk_softmax_kernel[(m,)](
-        logits,
-        row_ids,
-        weights,
-        ids,
-        logits.stride(0),
-        E=e,
-        K=k,
-        E_PAD=triton.next_power_of_2(e),
-        K_PAD=triton.next_power_of_2(k),
-        RENORMALIZE=renormalize,
-        num_warps=1,  # reductions then stay inside a warp
-    )
 
 
 @operation("silu_and_mul", "triton: silu_and_mul")

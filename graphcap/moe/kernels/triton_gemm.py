@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graphcap.moe.kernels.triton_pdl import let_next_start, pdl_options, wait_for_previous
 from graphcap.operations import operation
 
 PROGRAMS_WANTED = 256
@@ -54,9 +55,21 @@ def router_tile(c: int, itemsize: int) -> Tile:
     return Tile(16, _reach(c, 256 if itemsize <= 2 else 64), 4, 3)
 
 
+def router_rows(m: int, e: int) -> tuple[int, int]:
+    """Experts and warps of one program of `router_gemm` where it takes the tokens one by one."""
+    return (1 if m * e <= 128 else 2 if m * e <= 256 else 4), 4
+
+
 def _reach(c: int, depth: int) -> int:
     """`depth`, or less where C is so short that the tile would be mostly mask."""
     return max(16, min(depth, triton.next_power_of_2(c)))
+
+
+@triton.jit
+def _router_weights(w_ptr, w_stride, expert, start, E, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    c = start + tl.arange(0, BLOCK_C)
+    at = w_ptr + expert[:, None] * w_stride + c[None, :]
+    return tl.load(at, mask=(expert < E)[:, None] & (c < C)[None, :], other=0.0)
 
 
 @triton.jit
@@ -70,21 +83,22 @@ def _router_rows_kernel(
     C: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(1)
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    wanted = (expert < E)[:, None]
+    w = _router_weights(w_ptr, w_stride, expert, 0, E, C, BLOCK_C)
+    wait_for_previous(PDL)
+    let_next_start(PDL)
     total = tl.zeros((BLOCK_E, BLOCK_C), tl.float32)
-    for start in range(0, C, BLOCK_C):
+    for start in tl.static_range(0, C, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
         x = tl.load(x_ptr + row * x_stride + c, mask=c < C, other=0.0)
-        w = tl.load(
-            w_ptr + expert[:, None] * w_stride + c[None, :],
-            mask=wanted & (c < C)[None, :],
-            other=0.0,
-        )
+        if start > 0:
+            w = _router_weights(w_ptr, w_stride, expert, start, E, C, BLOCK_C)
         total += w.to(tl.float32) * x.to(tl.float32)[None, :]
-    tl.store(out_ptr + row * E + expert, tl.sum(total, 1), mask=expert < E)
+    logit = tl.sum(total, 1).to(x_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * E + expert, logit.to(tl.float32), mask=expert < E)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -123,7 +137,7 @@ def _router_tiles_kernel(
         total = tl.dot(x, w, total, input_precision="ieee")
     tl.store(
         out_ptr + row[:, None] * E + expert[None, :],
-        total,
+        total.to(x_ptr.dtype.element_ty).to(tl.float32),
         mask=(row < M)[:, None] & (expert < E)[None, :],
     )
 
@@ -187,14 +201,16 @@ def interpreted(tensor: torch.Tensor) -> bool:
 
 @operation("router GEMM", "triton: router_gemm")
 def router_gemm(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
-    """logits (M, E) float32 = hidden (M, H) @ weight (E, H).T, accumulated in float32.
+    """logits (M, E) float32 = hidden (M, H) @ weight (E, H).T, accumulated in float32, then rounded to
+    the model's dtype, as the models' own routers do: near-ties of experts fall as they fall there.
 
-    `hidden` and `weight` have one dtype and contiguous rows; `logits` is contiguous.
+    `hidden` and `weight` have one dtype and contiguous rows; `logits` is contiguous. For few tokens
+    `weight` may be read while the kernel before is still running: that kernel must not write it.
     """
     m, c = hidden.shape
     e = weight.shape[0]
     if m <= ROWWISE_MAX:
-        block_e = 1 if m * e <= 128 else 2 if m * e <= 256 else 4
+        block_e, warps = router_rows(m, e)
         _router_rows_kernel[(triton.cdiv(e, block_e), m)](
             hidden,
             weight,
@@ -205,7 +221,8 @@ def router_gemm(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor
             C=c,
             BLOCK_E=block_e,
             BLOCK_C=min(triton.next_power_of_2(c), 2048),
-            num_warps=4,
+            num_warps=warps,
+            **pdl_options(hidden),
         )
         return
     tile = router_tile(c, hidden.element_size())
