@@ -146,14 +146,18 @@ class CaptureLife:
             return size in self._captured.recordings
 
     def verify(self, size: int, step: BoundStep | None = None) -> None:
-        """Hold bucket `size` against `step` run eagerly; see `Verifier`. After all are recorded."""
+        """Hold bucket `size` against `step` run eagerly; see `Verifier`. After all are recorded.
+
+        With the fewest real rows that the bucket serves, and the manager's own step also with all: a
+        host's step can be large, and the start of an engine waits for it.
+        """
         with self._phase("verify()", ("frozen",)):
             fingerprint = self._pinned_down()
             below = max((other for other in self.ladder if other < size), default=0)
             self._captured.verify(
                 size,
                 self._bound(size, step),
-                sorted({below + 1, size}),
+                sorted({below + 1, size} if step is None else {below + 1}),
                 fingerprint.tensors(),
                 self._bound if step is None else None,
             )
@@ -187,6 +191,11 @@ class CaptureLife:
         """Why bucket `size` has no recording; None where it has one, or was not tried."""
         failure = self._captured.failures.get(size)
         return None if failure is None else failure.text
+
+    def reason_of(self, size: int) -> str | None:
+        """Under what eager steps of bucket `size` are counted; None as in `failure_of`."""
+        failure = self._captured.failures.get(size)
+        return None if failure is None else failure.reason
 
     # -- all phases ------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
+from graphcap.cli import doctor_vllm
 from graphcap.cli.options import default_device, print_json
 
 VENDOR_VARIABLES = (
@@ -31,11 +32,14 @@ def add_to(commands: Any) -> None:
         "kernel), the recorder and kernels that would be chosen and why, and every environment "
         "variable with its origin. Exit code 1 if something that was asked for is not to be had.",
     )
+    doctor_vllm.add_to(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if doctor_vllm.is_asked(options):
+        return doctor_vllm.run(options)
     import torch
 
     from graphcap import __version__
@@ -51,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
     except SettingsError as error:
         problems.append(str(error))
         settings = Settings()
-    if settings.enabled:
-        warnings.append("GRAPHCAP=1 has no effect: this version of graphcap has no vLLM plugin")
+    if settings.enabled and not doctor_vllm.has_vllm():
+        warnings.append("GRAPHCAP=1 has no effect: vLLM is not installed for this Python")
     device = default_device()
     probe = probe_capture(device)
     chosen = {}

@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 def print_decode(result: Mapping[str, Any]) -> None:
-    console = _console()
+    console = console_of_terminal()
     bucket, batch = result["bucket"], result["batch"]
     replays = bucket in [entry["size"] for entry in result["buckets"]]
     ran = f"replay ({result['recorder']})" if replays else "eager fallback"
@@ -69,7 +69,7 @@ def print_decode(result: Mapping[str, Any]) -> None:
 
 
 def print_census(result: Mapping[str, Any]) -> None:
-    console = _console()
+    console = console_of_terminal()
     has_nodes = result["graph_nodes"] is not None
     table = Table(
         title=f"one step of {result['shape']}, {result['layers']} layers, batch {result['batch']}",
@@ -102,7 +102,7 @@ def print_census(result: Mapping[str, Any]) -> None:
 
 
 def print_doctor(result: Mapping[str, Any]) -> None:
-    console = _console()
+    console = console_of_terminal()
     table = Table(show_header=False, box=None)
     for label, text in result["machine"].items():
         table.add_row(label, str(text))
@@ -121,7 +121,7 @@ def print_doctor(result: Mapping[str, Any]) -> None:
         console.print(f"[yellow]{escape(line)}[/]")
 
 
-def _console() -> Console:
+def console_of_terminal() -> Console:
     """As wide as the terminal; where there is none, wide enough that no cell is cut."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=110)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from graphcap.recorders.bindings import repeatable
+
 aten = torch.ops.aten
 
 _TENSOR_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format"})
@@ -22,7 +24,9 @@ def out_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     if packet in _UNWRITTEN:
         return None, False
     if packet in _IN_PLACE:
-        return _IN_PLACE[packet](args, kwargs, result), False
+        call = _IN_PLACE[packet](args, kwargs, result)
+        if call is not None:
+            return call, False
     # oneDNN's workspace is not what its out-variant takes for one.
     variant = None if packet == "mkldnn_rnn_layer" else _out_variant(func)
     outputs = tuple(result) if isinstance(result, (tuple, list)) else (result,)
@@ -31,7 +35,9 @@ def out_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         accepted = {argument.name for argument in overload._schema.arguments}
         keywords = {key: value for key, value in kwargs.items() if key in accepted}
         keywords.update(zip(names, outputs, strict=True))
-        return partial(overload, *args, **keywords), generated
+        return repeatable(overload, args, keywords), generated
+    if all(isinstance(output, torch.Tensor) and output.numel() == 0 for output in outputs):
+        return repeatable(func, args, kwargs), False  # called for its effect: nothing to copy
     return partial(run_and_copy, func, args, kwargs, outputs), True
 
 
@@ -80,12 +86,12 @@ def _out_variant(func: Any) -> tuple[Any, tuple[str, ...], bool] | None:
 
 
 def _copy(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Callable[[], object]:
-    return partial(aten.copy_.default, result, args[0])
+    return repeatable(aten.copy_.default, (result, args[0]), {})
 
 
 def _fill(value: Any) -> Callable[..., Callable[[], object]]:
     def build(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Callable[[], object]:
-        return partial(aten.fill_.Scalar, result, value)
+        return repeatable(aten.fill_.Scalar, (result, value), {})
 
     return build
 
@@ -93,9 +99,18 @@ def _fill(value: Any) -> Callable[..., Callable[[], object]]:
 def _fill_with(index: int) -> Callable[..., Callable[[], object]]:
     def build(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Callable[[], object]:
         value = args[index] if len(args) > index else kwargs["fill_value"]
-        return partial(aten.fill_.Scalar, result, value)
+        return repeatable(aten.fill_.Scalar, (result, value), {})
 
     return build
+
+
+def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """What torch does itself where no gradient is wanted; its generated out-variant allocates."""
+    weight, indices = args[:2]
+    if not (indices.is_contiguous() and result.is_contiguous() and weight.dim() == 2):
+        return None
+    out = result.view(indices.numel(), weight.shape[1])
+    return repeatable(aten.index_select.out, (weight, 0, indices.view(-1)), {"out": out})
 
 
 _UNWRITTEN = frozenset(
@@ -103,8 +118,9 @@ _UNWRITTEN = frozenset(
 )
 """Factories whose result has undefined contents: there is nothing to run."""
 
-_IN_PLACE: dict[str, Callable[..., Callable[[], object]]] = {
+_IN_PLACE: dict[str, Callable[..., Callable[[], object] | None]] = {
     "clone": _copy,
+    "embedding": _embedding,
     "_to_copy": _copy,
     "zeros_like": _fill(0),
     "new_zeros": _fill(0),
@@ -112,6 +128,9 @@ _IN_PLACE: dict[str, Callable[..., Callable[[], object]]] = {
     "new_ones": _fill(1),
     "full_like": _fill_with(1),
     "new_full": _fill_with(2),
-    "scalar_tensor": lambda args, kwargs, result: partial(aten.fill_.Scalar, result, args[0]),
+    "scalar_tensor": lambda args, kwargs, result: repeatable(
+        aten.fill_.Scalar, (result, args[0]), {}
+    ),
 }
-"""Operations without a real out-variant that are one in-place operation on their result."""
+"""Operations without a real out-variant that are one other operation into their result; its builder
+gives None where that holds for other arguments only."""

@@ -19,6 +19,7 @@ from graphcap.census import Call, Census
 from graphcap.errors import CaptureError, StateError
 from graphcap.operations import Operation, current_observer
 from graphcap.recorders.base import BoundStep, Recorder, Recording, autocast_casts_not_kept
+from graphcap.recorders.bindings import repeatable
 from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.out_variants import out_call, run_and_copy
 from graphcap.recorders.source import calling_line
@@ -96,7 +97,7 @@ class TapeTrace(StepGuard):
                 again = partial(run_and_copy, func, args, kwargs, _results(result))
                 self._append(func, again, allocates=True)
             else:
-                self._append(func, partial(func, *args, **kwargs), allocates=False)
+                self._append(func, repeatable(func, args, kwargs), allocates=False)
             return result
         if is_constant:
             # A constant that torch.tensor() made from Python values. The step may write into it, so

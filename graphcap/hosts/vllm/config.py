@@ -8,12 +8,13 @@ Decided once, in front of vLLM's own checks, and kept as plain values under ``gr
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from graphcap import __version__
 from graphcap.buckets import BucketLadder
+from graphcap.hosts.vllm import norms_cpu
 from graphcap.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ class Choice:
 
     def text(self) -> str:
         if not self.taken:
-            return "graphcap leaves this engine to vLLM: " + "; ".join(self.why_not)
+            set_before = f" (it had set {', '.join(self.chosen)})" if self.chosen else ""
+            return f"graphcap leaves this engine to vLLM: {'; '.join(self.why_not)}{set_before}"
         parts = [f"decode buckets {_short(self.decode)}", f"mixed batches: {self.mixed}"]
         if self.chosen:
             parts.append("set " + ", ".join(self.chosen))
@@ -89,35 +91,48 @@ class Choice:
         return "graphcap takes the decode step: " + "; ".join(parts)
 
 
+def _of_model(present: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda config: config.model_config is not None and present(config.model_config)
+
+
+def _of_parallel(name: str, least: int = 1) -> Callable[[Any], Any]:
+    """A field that a version may lack: a switch, or a size from `least` on."""
+    return lambda config: (getattr(config.parallel_config, name, 0) or 0) >= least
+
+
+OBSTACLES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+    ("an engine without a model", lambda config: config.model_config is None),
+    ("speculative decoding", lambda config: config.speculative_config is not None),
+    ("LoRA adapters", lambda config: config.lora_config is not None),
+    ("pipeline parallelism", _of_parallel("pipeline_parallel_size", 2)),
+    ("data parallelism", _of_parallel("data_parallel_size", 2)),
+    ("expert parallelism", _of_parallel("enable_expert_parallel")),
+    ("expert load balancing (EPLB)", _of_parallel("enable_eplb")),
+    ("dual batch overlap (DBO)", _of_parallel("enable_dbo")),
+    ("context parallelism (DCP)", _of_parallel("decode_context_parallel_size", 2)),
+    ("context parallelism (PCP)", _of_parallel("prefill_context_parallel_size", 2)),
+    (
+        "a KV transfer connector",
+        lambda config: getattr(config, "kv_transfer_config", None) is not None,
+    ),
+    (
+        "KV cache offloading",  # vLLM makes a connector of it, in its own checks
+        lambda config: getattr(config.cache_config, "kv_offloading_size", None) is not None,
+    ),
+    ("weight offloading", lambda config: _offloads(config)),
+    ("an encoder-decoder model", _of_model(lambda m: getattr(m, "is_encoder_decoder", False))),
+    (
+        "a pooling model",
+        _of_model(lambda m: getattr(m, "runner_type", "generate") != "generate"),
+    ),
+    ("--enforce-eager (no graphs were asked for)", _of_model(lambda m: m.enforce_eager)),
+)
+"""Features for which graphcap leaves an engine to vLLM: the name, and whether a `VllmConfig` has it."""
+
+
 def obstacles(config: Any) -> list[str]:
-    """Features of an engine for which graphcap leaves all of it to vLLM, by their names."""
-    parallel, model = config.parallel_config, config.model_config
-    found = []
-    for present, name in (
-        (model is None, "an engine without a model"),
-        (config.speculative_config is not None, "speculative decoding"),
-        (config.lora_config is not None, "LoRA adapters"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism"),
-        (parallel.data_parallel_size > 1, "data parallelism"),
-        (getattr(parallel, "enable_expert_parallel", False), "expert parallelism"),
-        (getattr(parallel, "enable_eplb", False), "expert load balancing (EPLB)"),
-        (getattr(parallel, "enable_dbo", False), "dual batch overlap (DBO)"),
-        (getattr(parallel, "decode_context_parallel_size", 1) > 1, "context parallelism (DCP)"),
-        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "context parallelism (PCP)"),
-        (getattr(config, "kv_transfer_config", None) is not None, "a KV transfer connector"),
-        (_offloads(config), "weight offloading"),
-    ):
-        if present:
-            found.append(name)
-    if model is not None:
-        for present, name in (
-            (getattr(model, "is_encoder_decoder", False), "an encoder-decoder model"),
-            (getattr(model, "runner_type", "generate") != "generate", "a pooling model"),
-            (model.enforce_eager, "--enforce-eager (no graphs were asked for)"),
-        ):
-            if present:
-                found.append(name)
-    return found
+    """The names in `OBSTACLES` of what `config` has."""
+    return [name for name, present in OBSTACLES if present(config)]
 
 
 def decide(config: Any, settings: Settings, *, device: str, hopper: bool) -> Choice:
@@ -139,6 +154,9 @@ def decide(config: Any, settings: Settings, *, device: str, hopper: bool) -> Cho
         why_not.append(f"mode={_name(compilation.mode)} was set: a tape cannot hold compiled code")
     if mode in ("NONE", "PIECEWISE"):
         why_not.append(f"cudagraph_mode={mode} was set: no whole step is to be captured")
+    uncompiled = recorder == "tape" or _name(compilation.mode) == "NONE"
+    if device == "cuda" and mode == "FULL_AND_PIECEWISE" and uncompiled:
+        why_not.append(f"cudagraph_mode={mode} was set, which needs a compiled model")
     if _name(getattr(config, "optimization_level", None)) == "O0" and mode is None:
         why_not.append("optimization level 0 (no graphs were asked for)")
     if not isinstance(getattr(config, "additional_config", {}), dict):
@@ -146,26 +164,42 @@ def decide(config: Any, settings: Settings, *, device: str, hopper: bool) -> Cho
     if why_not:
         return Choice(False, tuple(why_not), left_alone=left, kernels=settings.kernels)
 
+    mixed, tokens = _mixed(config, mode, hopper, compiles, recorder)
+    if device == "cuda" and mode == "FULL" and mixed != "full":
+        why_not.append(
+            "cudagraph_mode=FULL was set for mixed batches as well, which graphcap does not record "
+            "here; FULL_AND_PIECEWISE or FULL_DECODE_ONLY leaves them out"
+        )
     scheduler = config.scheduler_config
     most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     given = compilation.cudagraph_capture_sizes
     if given:
         decode = tuple(sorted({size for size in given if size <= most}))
+        if not decode:
+            why_not.append(f"cudagraph_capture_sizes={given} has no size up to {most} sequences")
     else:
         most = min(most, compilation.max_cudagraph_capture_size or most)
         decode = tuple(BucketLadder.parse(settings.buckets, most))
+    if why_not:
+        return Choice(False, tuple(why_not), left_alone=left, kernels=settings.kernels)
+
     if device == "cpu":
-        chosen = ("no torch.compile (mode=0)",) if compilation.mode is None else ()
+        chosen: tuple[str, ...] = ()
+        if compilation.mode is None:
+            chosen += ("no torch.compile (mode=0)",)
+        chosen += (norms_cpu.CHOSEN,) if norms_cpu.undecided(config) else ()
+        left += norms_cpu.user_set(config)
         return Choice(
             *(True, (), "eager", decode, (), chosen, left, recorder), kernels=settings.kernels
         )
 
-    mixed, tokens = _mixed(config, mode, hopper, compiles or recorder == "tape")
     picked = []
     if (mixed == "full" or recorder == "tape") and compilation.mode is None:
         picked.append("no torch.compile (mode=0)")
     if mixed == "full" and mode is None:
         picked.append("cudagraph_mode=FULL")
+    if recorder == "tape" and mode is None:
+        picked.append("cudagraph_mode=FULL_DECODE_ONLY")
     if not given:
         picked.append("cudagraph_capture_sizes")
     return Choice(
@@ -175,25 +209,26 @@ def decide(config: Any, settings: Settings, *, device: str, hopper: bool) -> Cho
 
 
 def _mixed(
-    config: Any, mode: str | None, hopper: bool, compiles: bool
+    config: Any, mode: str | None, hopper: bool, compiles: bool, recorder: str
 ) -> tuple[str, tuple[int, ...]]:
     """How mixed batches run, and for which token counts they are recorded."""
-    if mode == "FULL_DECODE_ONLY":
+    if mode == "FULL_DECODE_ONLY" or recorder == "tape":
         return ("piecewise" if compiles else "eager"), ()
-    if compiles or not _mixed_full(config, hopper):
+    if compiles or mode == "FULL_AND_PIECEWISE" or not _mixed_full(config, hopper):
         return "piecewise", ()
-    given = config.compilation_config.cudagraph_capture_sizes
+    compilation, scheduler = config.compilation_config, config.scheduler_config
+    given = compilation.cudagraph_capture_sizes
     if given:
-        return "full", tuple(sorted(given))
-    scheduler = config.scheduler_config
+        return "full", tuple(sorted({s for s in given if s <= scheduler.max_num_batched_tokens}))
     possible = scheduler.max_num_seqs * config.model_config.max_model_len
-    limit = min(scheduler.max_num_batched_tokens, possible, MIXED_SIZES[-1])
+    largest = compilation.max_cudagraph_capture_size or MIXED_SIZES[-1]
+    limit = min(scheduler.max_num_batched_tokens, possible, largest, MIXED_SIZES[-1])
     return "full", tuple(sorted({*(s for s in MIXED_SIZES if s < limit), limit}))
 
 
 def apply_before(config: Any, choice: Choice) -> None:
     """Write `choice` into a `VllmConfig`, in front of vLLM's own checks."""
-    config.additional_config = {**config.additional_config, KEY: choice.to_plain()}
+    _keep(config, choice)
     if not choice.taken:
         return
     from vllm.config import CompilationMode, CUDAGraphMode
@@ -204,7 +239,11 @@ def apply_before(config: Any, choice: Choice) -> None:
         compilation.mode = CompilationMode.NONE
     if choice.mixed == "full" and compilation.cudagraph_mode is None:
         compilation.cudagraph_mode = CUDAGraphMode.FULL
-    if compilation.cudagraph_capture_sizes is None and choice.recorder == "cuda":
+    if norms_cpu.CHOSEN in choice.chosen:
+        norms_cpu.choose(config)
+    if "cudagraph_mode=FULL_DECODE_ONLY" in choice.chosen:
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    if "cudagraph_capture_sizes" in choice.chosen:
         sizes = {*choice.decode, *choice.mixed_tokens}
         if choice.mixed == "piecewise":
             # vLLM's own sizes above the decode ladder: its pieces serve mixed batches with them.
@@ -214,6 +253,18 @@ def apply_before(config: Any, choice: Choice) -> None:
             sizes |= {size for size in BucketLadder.up_to(limit) if size > choice.decode[-1]}
         compilation.cudagraph_capture_sizes = sorted(sizes)
         compilation.max_cudagraph_capture_size = max(sizes)
+
+
+def withdraw(config: Any, choice: Choice, why_not: str) -> Choice:
+    """Leave an engine to vLLM after all: its own checks came to something that graphcap cannot take."""
+    left = replace(choice, taken=False, why_not=(why_not,))
+    _keep(config, left)
+    return left
+
+
+def _keep(config: Any, choice: Choice) -> None:
+    if isinstance(config.additional_config, dict):
+        config.additional_config = {**config.additional_config, KEY: choice.to_plain()}
 
 
 def apply_after_on_cpu(config: Any, choice: Choice) -> None:

@@ -8,7 +8,8 @@ tokens). The model runner decides when a phase of the capture happens; see `runn
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from graphcap.hosts.vllm.inputs import EngineInputs
 from graphcap.hosts.vllm.reporting import Reporter
 from graphcap.manager import CaptureManager
 from graphcap.pool import BufferPool
-from graphcap.reachable import Watched, module_tensors
+from graphcap.reachable import Watched, module_tensors, watch
 from graphcap.recorders.select import select_recorder
 from graphcap.settings import Settings
 
@@ -44,8 +45,9 @@ class EngineCapture:
         settings: the user's.
         vllm_config: the engine's.
         model: whose parameters and buffers the recordings point at.
-        kv_caches: gives the engine's key-value caches, by name.
         device: where the model runs.
+        buckets: (kind, size) of what the engine will dispatch to, where that is not what was chosen:
+            vLLM may settle on other sizes, or on none for mixed batches.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class EngineCapture:
         settings: Settings,
         vllm_config: Any,
         model: torch.nn.Module,
-        kv_caches: Callable[[], dict[str, torch.Tensor]],
         device: torch.device,
+        buckets: Iterable[tuple[str, int]],
     ) -> None:
+        choice = _as_dispatched(choice, buckets)
         self.choice = choice
         self.settings = settings
         self.pool = BufferPool(device)
@@ -64,7 +67,7 @@ class EngineCapture:
         self.reporter = Reporter(choice, settings, vllm_config)
         self.failed: str | None = None
         self._model = model
-        self._kv_caches = kv_caches
+        self._layers = vllm_config.compilation_config.static_forward_context
         self._recorder = select_recorder(settings.recorder, device)
         self._hybrid = bool(getattr(vllm_config.model_config, "is_hybrid", False))
         text = vllm_config.model_config.hf_text_config
@@ -110,7 +113,7 @@ class EngineCapture:
             return False
         manager = self.managers[kind]
         made = manager.record(size, self._bound(forward))
-        if not agreed(made):
+        if not agreed(made) and not _alone():
             why = manager.failure_of(size) or "the recording failed on another rank"
             self.give_up(f"bucket {size} ({kind}): {why}")
             return False
@@ -156,25 +159,27 @@ class EngineCapture:
         manager = self.managers.get(kind)
         if manager is None or not manager.serves(size):
             why = None if manager is None else manager.failure_of(size)
-            self.fall_back(rows, "not_recorded", why or "see the report of the capture")
+            reason = None if manager is None else manager.reason_of(size)
+            cure = why or "see the report of the capture"
+            self.fall_back(rows, reason or "not_recorded", cure, kind)
             return None
         eager = None if self._hybrid else self._bound(forward)
         try:
             outputs = manager.replay(size, rows, eager)
         except StaleRecordingError as error:
-            self.fall_back(rows, "stale_recording", str(error))
+            self.fall_back(rows, "stale_recording", str(error), kind)
             return None
         self.reporter.replayed(kind, size, rows)
         return outputs[HIDDEN]
 
-    def fall_back(self, rows: int, reason: str, remedy: str) -> None:
-        """Count a decode step that vLLM is about to run its own way.
+    def fall_back(self, rows: int, reason: str, remedy: str, kind: str = DECODE) -> None:
+        """Count a step that vLLM is about to run its own way.
 
         Raises:
             FallbackError: ``GRAPHCAP_STRICT=1``.
         """
         self.managers[DECODE].fall_back(rows, reason, remedy)
-        self.reporter.fell_back(reason)
+        self.reporter.fell_back(reason, rows if kind == DECODE else None)
 
     def expect_change(self) -> None:
         """Weights have been or may have been touched: the next replay looks at all of them."""
@@ -195,21 +200,36 @@ class EngineCapture:
         return step
 
     def _watched(self) -> Sequence[Watched]:
-        caches = self._kv_caches()
         found = module_tensors(self._model)
-        for name, cache in caches.items():
-            if isinstance(cache, torch.Tensor):
-                found.append(
-                    Watched(
-                        f"kv cache {name}",
-                        caches,
-                        name,
-                        cache,
-                        cache.data_ptr(),
-                        cache.untyped_storage(),
-                    )
-                )
+        for name, module in self._model.named_modules():
+            packed = vars(module).get("cpu_linear")  # holds what vLLM made of the weights for a CPU
+            if packed is not None:
+                found.append(Watched(f"{name}.cpu_linear", module, "cpu_linear", packed))
+        for name, layer in self._layers.items():
+            caches = getattr(layer, "kv_cache", None)
+            if isinstance(caches, torch.Tensor):
+                found.append(watch(f"the cache of {name}", layer, "kv_cache", caches))
+            elif isinstance(caches, (list, tuple)):
+                found.append(Watched(f"the caches of {name}", layer, "kv_cache", caches))
+                found += [
+                    watch(f"the cache {number} of {name}", caches, number, cache)
+                    for number, cache in enumerate(caches)
+                    if isinstance(cache, torch.Tensor)
+                ]
         return found
+
+
+def _as_dispatched(choice: Choice, buckets: Iterable[tuple[str, int]]) -> Choice:
+    sizes: dict[str, set[int]] = {DECODE: set(), MIXED: set()}
+    for kind, size in buckets:
+        sizes[kind].add(size)
+    mixed = "eager" if choice.mixed == "full" and not sizes[MIXED] else choice.mixed
+    return replace(
+        choice,
+        mixed=mixed,
+        decode=tuple(sorted(sizes[DECODE])),
+        mixed_tokens=tuple(sorted(sizes[MIXED])),
+    )
 
 
 def row_slots(context: Any) -> torch.Tensor | None:
@@ -221,6 +241,12 @@ def row_slots(context: Any) -> torch.Tensor | None:
     if not isinstance(mapping, dict):
         return None
     return next((slots for slots in mapping.values() if slots.dtype == torch.int64), None)
+
+
+def _alone() -> bool:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return bool(get_tp_group().world_size == 1)
 
 
 def agreed(mine: bool) -> bool:

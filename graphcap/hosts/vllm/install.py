@@ -6,7 +6,13 @@ import logging
 from typing import Any
 
 from graphcap.hosts.vllm import versions
-from graphcap.hosts.vllm.config import Choice, apply_after_on_cpu, apply_before, decide
+from graphcap.hosts.vllm.config import (
+    Choice,
+    apply_after_on_cpu,
+    apply_before,
+    decide,
+    withdraw,
+)
 from graphcap.hosts.vllm.patching import wrap
 from graphcap.hosts.vllm.plugin import PluginStatus
 from graphcap.settings import Settings
@@ -39,17 +45,18 @@ def install(settings: Settings, status: PluginStatus) -> None:
     for text in (text for texts in faults.values() for text in texts):
         logger.warning("graphcap: a hook is missing in vLLM %s: %s", vllm.__version__, text)
 
-    _install_config(settings, device)
+    _install_config(settings, device, status)
     if "v1" not in faults:
         from graphcap.hosts.vllm import runner_v1
 
         runner_v1.install()
         status.parts["v1"] = "installed"
         if device == "cpu":
-            from graphcap.hosts.vllm import runner_cpu
+            from graphcap.hosts.vllm import norms_cpu, runner_cpu
 
             runner_cpu.install()
             status.parts["cpu"] = "installed"
+            status.parts["norms"] = norms_cpu.register()
     if "v2" not in faults and device == "cuda":
         from graphcap.hosts.vllm import runner_v2
 
@@ -72,7 +79,7 @@ def _refuse(status: PluginStatus, why: str) -> None:
     logger.warning("graphcap stays off: %s", why)
 
 
-def _install_config(settings: Settings, device: str) -> None:
+def _install_config(settings: Settings, device: str, status: PluginStatus) -> None:
     from vllm.config import VllmConfig
 
     def around(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,14 +90,28 @@ def _install_config(settings: Settings, device: str) -> None:
             choice = decide(self, settings, device=device, hopper=_is_hopper(device))
             apply_before(self, choice)
         result = original(self, *args, **kwargs)
-        if choice is not None and choice.taken and device == "cpu":
-            apply_after_on_cpu(self, choice)
+        if choice is not None and choice.taken:
+            gap = _gap(self, status, device)
+            if gap is not None:
+                choice = withdraw(self, choice, gap)
+            elif device == "cpu":
+                apply_after_on_cpu(self, choice)
         if fresh and choice is not None:
             level = logging.INFO if choice.taken else logging.WARNING
             logger.log(level, "%s", choice.text())
         return result
 
     wrap(VllmConfig, "__post_init__", around)
+
+
+def _gap(config: Any, status: PluginStatus, device: str) -> str | None:
+    """What stands in the way of an engine as vLLM's own checks have left it."""
+    mode = config.compilation_config.cudagraph_mode
+    if device == "cuda" and not mode.has_full_cudagraphs():
+        return f"vLLM came to cudagraph_mode={mode.name}, in which no whole step is captured"
+    runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
+    part = status.parts.get(runner, f"graphcap has no hooks for it on the platform {device}")
+    return None if part == "installed" else f"its model runner ({runner}) is not hooked: {part}"
 
 
 def _is_hopper(device: str) -> bool:

@@ -42,9 +42,10 @@ class Reporter:
         else:
             self._counters.mixed(size, rows)
 
-    def fell_back(self, reason: str) -> None:
+    def fell_back(self, reason: str, rows: int | None = None) -> None:
+        """A step ran eagerly; `rows` of a decode step."""
         self.fallbacks[reason] += 1
-        self._counters.fallback(reason)
+        self._counters.fallback(reason, rows)
 
     def captured(
         self, engine: EngineCapture, reports: Mapping[str, CaptureReport], notes: Sequence[str]

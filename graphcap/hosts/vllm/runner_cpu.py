@@ -8,10 +8,12 @@ they are operations that are called live.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.model_executor.layers.attention import attention
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -19,6 +21,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from graphcap.hosts.vllm.patching import wrap
 from graphcap.hosts.vllm.runner_v1 import StepWrapper, _taken, capture_full, finish_capture
+from graphcap.recorders.base import garbage_collection_held
+from graphcap.recorders.bindings import implemented_by
 
 
 def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,16 +42,23 @@ def _get_model(original: Any, self: Any) -> Any:
 def _warm_up(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Why: the last thing a worker does before it serves; elsewhere the capture is part of it."""
     result = original(self, *args, **kwargs)
-    runner = self.model_runner
-    wrapper = runner.model
+    wrapper = self.model_runner.model
     if isinstance(wrapper, StepWrapper):
-        with torch.inference_mode():
-            descriptors = runner.cudagraph_dispatcher.get_capture_descs()
-            full = [d for mode, group in descriptors if mode == CUDAGraphMode.FULL for d in group]
-            if full:
-                capture_full(runner, wrapper, full)
-                finish_capture(runner)
+        _capture(self.model_runner, wrapper)
+        # A reload packs weights anew, in memory that no parameter names, and gives back the old one.
+        # No verification then: the cache may hold what requests are waiting for.
+        wrapper.recapture = partial(_capture, self.model_runner, wrapper, verify_buckets=False)
     return result
+
+
+@torch.inference_mode()
+@garbage_collection_held()
+def _capture(runner: Any, wrapper: StepWrapper, verify_buckets: bool = True) -> None:
+    descriptors = runner.cudagraph_dispatcher.get_capture_descs()
+    full = [d for mode, group in descriptors if mode == CUDAGraphMode.FULL for d in group]
+    if full:
+        capture_full(runner, wrapper, full)
+        finish_capture(runner, verify_buckets)
 
 
 def _support(original: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,6 +70,10 @@ def _support(original: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: An
 
 def install() -> None:
     """Wrap the functions of the CPU platform. Idempotent."""
+    for name in ("unified_attention_with_output", "unified_kv_cache_update"):
+        function = getattr(attention, name, None)
+        if function is not None:
+            implemented_by(getattr(torch.ops.vllm, name).default, function)
     wrap(CPUModelRunner, "load_model", _load_model)
     wrap(CPUModelRunner, "get_model", _get_model)
     wrap(CPUWorker, "compile_or_warm_up_model", _warm_up)

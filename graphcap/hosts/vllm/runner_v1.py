@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from graphcap.hosts.vllm.config import Choice
 from graphcap.hosts.vllm.engine import DECODE, MIXED, EngineCapture, row_slots
 from graphcap.hosts.vllm.patching import wrap
+from graphcap.recorders.base import garbage_collection_held
 from graphcap.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ class StepWrapper(CUDAGraphWrapper):
             super().__init__(runnable, vllm_config, CUDAGraphMode.FULL)
         self.engine: EngineCapture | None = None
         self.phase: Phase | None = None
+        self.recapture: Callable[[], None] | None = None
+        """Records anew after a reload; None: vLLM reloads into the memory that recordings read."""
         self._runner = runner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +71,7 @@ class StepWrapper(CUDAGraphWrapper):
         inputs = self.engine.managers[kind].inputs
         ids = kwargs.get("input_ids")
         if ids is not None and inputs.moved("input_ids", ids):  # type: ignore[attr-defined]
-            self.engine.fall_back(rows, "inputs_moved", "the engine made new input buffers")
+            self.engine.fall_back(rows, "inputs_moved", "the engine made new input buffers", kind)
             return forward()
         hidden = self.engine.replay(kind, descriptor.num_tokens, rows, forward)
         return forward() if hidden is None else hidden
@@ -97,6 +100,7 @@ class StepWrapper(CUDAGraphWrapper):
                     rows,
                     "mixed_above_max_tokens",
                     "a prefill this large runs eagerly; lower max_num_batched_tokens to change that",
+                    MIXED,
                 )
             return
         cascade = any(getattr(m, "use_cascade", False) for m in metadata.values())
@@ -125,9 +129,10 @@ def _bucket_of(context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 # -- capture -------------------------------------------------------------------------------------
 
 
-def capture_full(runner: Any, wrapper: StepWrapper, descriptors: Any) -> None:
+@garbage_collection_held()  # over all buckets: one collection takes half a second in vLLM's heap
+def capture_full(runner: Any, wrapper: StepWrapper, descriptors: Sequence[Any]) -> None:
     """Warm up every bucket, freeze the pool, record from the largest down; see `finish_capture`."""
-    engine = _new_engine(runner)
+    engine = _new_engine(runner, descriptors)
     wrapper.engine = None
     buckets = sorted(descriptors, key=lambda d: (d.uniform, -d.num_tokens))
 
@@ -156,8 +161,9 @@ def capture_full(runner: Any, wrapper: StepWrapper, descriptors: Any) -> None:
     runner.graphcap_pending = (engine, buckets)
 
 
-def finish_capture(runner: Any) -> None:
-    """Verify what `capture_full` recorded, then serve.
+@garbage_collection_held()
+def finish_capture(runner: Any, verify_buckets: bool = True) -> None:
+    """Verify what `capture_full` recorded, then serve. Verification writes into the engine's cache.
 
     Apart, because a graph with an all-reduce can be replayed only after vLLM has registered its buffers
     with the other ranks, which it does when its own capture context ends.
@@ -174,7 +180,7 @@ def finish_capture(runner: Any) -> None:
     ) -> Any:
         return _during(lambda step: engine.verify(kind, size, step), forward)
 
-    if engine.verifies:
+    if verify_buckets and engine.verifies:
         for descriptor in buckets:
             if descriptor.uniform:
                 _dummy_run(runner, wrapper, descriptor, verify)
@@ -226,18 +232,17 @@ def _sequence_length(descriptor: Any) -> int | None:
     return int(share + rest)
 
 
-def _new_engine(runner: Any) -> EngineCapture:
-    config = runner.vllm_config
-    choice = Choice.of(config)
+def _new_engine(runner: Any, descriptors: Sequence[Any]) -> EngineCapture:
+    choice = Choice.of(runner.vllm_config)
     assert choice is not None
-
-    def kv_caches() -> dict[str, torch.Tensor]:
-        layers = config.compilation_config.static_forward_context
-        found = {name: getattr(layer, "kv_cache", None) for name, layer in layers.items()}
-        return {name: cache for name, cache in found.items() if isinstance(cache, torch.Tensor)}
-
-    device = torch.device(runner.device)
-    return EngineCapture(choice, Settings.from_env(), config, runner.get_model(), kv_caches, device)
+    return EngineCapture(
+        choice,
+        Settings.from_env(),
+        runner.vllm_config,
+        runner.get_model(),
+        torch.device(runner.device),
+        [(DECODE if d.uniform else MIXED, d.num_tokens) for d in descriptors],
+    )
 
 
 def _wrapper_of(runner: Any) -> StepWrapper | None:
@@ -259,7 +264,7 @@ def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if _taken(self.vllm_config) is None or isinstance(self.model, StepWrapper):
         return result
     if type(self.model) is CUDAGraphWrapper:
-        self.model = StepWrapper(self.model.unwrap(), self.vllm_config, self)
+        self.model = StepWrapper(self.model.runnable, self.vllm_config, self)
     else:
         logger.warning(
             "graphcap leaves this engine to vLLM: its model is wrapped in %s, expected %s",
@@ -327,14 +332,13 @@ def _separate_ladders(dispatcher: Any, choice: Choice) -> None:
     def padded(
         num_tokens: int, uniform_decode: bool, has_lora: bool, num_active_loras: int = 0
     ) -> Any:
-        table = decode if uniform_decode else mixed
+        # A decode batch above its ladder (of sizes that the user chose) has a mixed graph, as in vLLM.
+        decodes = uniform_decode and num_tokens <= choice.decode[-1]
+        table = decode if decodes else mixed
         if num_tokens < len(table):
             dispatcher._bs_to_padded_graph_size = table
-        return make(dispatcher, num_tokens, uniform_decode, has_lora, num_active_loras)
+        return make(dispatcher, num_tokens, decodes, has_lora, num_active_loras)
 
-    longest = max(len(decode), len(mixed))
-    everything = mixed if len(mixed) == longest else decode
-    decode += everything[len(decode) :]
     dispatcher._create_padded_batch_descriptor = padded
     keys = dispatcher.cudagraph_keys[CUDAGraphMode.FULL]
     keys.clear()
@@ -352,12 +356,19 @@ def _rounded_up(sizes: tuple[int, ...]) -> list[int]:
 
 def _reload_weights(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Why: recordings read the weights where they lay; a reload that rebinds one must be noticed."""
+    wrapper = _wrapper_of(self)
+    engine = None if wrapper is None else wrapper.engine
+    if wrapper is None or engine is None:
+        return original(self, *args, **kwargs)
+    if wrapper.recapture is not None:
+        wrapper.clear_graphs()
+        result = original(self, *args, **kwargs)
+        wrapper.recapture()
+        return result
     try:
         return original(self, *args, **kwargs)
     finally:
-        wrapper = _wrapper_of(self)
-        if wrapper is not None and wrapper.engine is not None:
-            wrapper.engine.expect_change()
+        engine.expect_change()
 
 
 def _shutdown(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

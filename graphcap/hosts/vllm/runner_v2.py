@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from graphcap.hosts.vllm.config import Choice
 from graphcap.hosts.vllm.engine import DECODE, MIXED, EngineCapture, row_slots
 from graphcap.hosts.vllm.patching import wrap
+from graphcap.recorders.base import garbage_collection_held
 from graphcap.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -59,19 +60,18 @@ def _kind(descriptor: Any) -> str:
 # -- capture -------------------------------------------------------------------------------------
 
 
+@garbage_collection_held()  # over all buckets: one collection takes half a second in vLLM's heap
 def _capture_full(manager: Any, held: _Model, descriptors: Any, create: Any) -> None:
     """Warm up every bucket, freeze the pool, record from the largest down, verify, serve."""
     choice = _taken(manager)
     assert choice is not None
-    config = manager.vllm_config
-
-    def kv_caches() -> dict[str, torch.Tensor]:
-        layers = config.compilation_config.static_forward_context
-        found = {name: getattr(layer, "kv_cache", None) for name, layer in layers.items()}
-        return {name: cache for name, cache in found.items() if isinstance(cache, torch.Tensor)}
-
     engine = EngineCapture(
-        choice, Settings.from_env(), config, held.model, kv_caches, torch.device(manager.device)
+        choice,
+        Settings.from_env(),
+        manager.vllm_config,
+        held.model,
+        torch.device(manager.device),
+        [(_kind(d), d.num_tokens) for d in descriptors],
     )
     # The first forward pass sizes vLLM's buffer of hidden states: the largest one comes first.
     buckets = sorted(descriptors, key=lambda d: (_kind(d) == DECODE, -d.num_tokens))
@@ -246,6 +246,7 @@ def _dispatch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
                 held.rows,
                 "mixed_above_max_tokens",
                 "a prefill this large runs eagerly; lower max_num_batched_tokens to change that",
+                MIXED,
             )
     return descriptor
 

@@ -48,10 +48,11 @@ class Hook:
         """What is wrong with it here; None: it is as expected."""
         try:
             found: Any = import_module(self.module)
+        except Exception as error:  # of any kind: it runs other people's code
+            return f"{self.module} cannot be imported: {error}"
+        try:
             for part in self.path.split("."):
                 found = inspect.getattr_static(found, part)
-        except ImportError as error:
-            return f"{self.module} cannot be imported: {error}"
         except AttributeError:
             return f"{self.module} has no {self.path}"
         function = getattr(found, "__wrapped__", found)
@@ -114,7 +115,10 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_V2, "CudaGraphManager.run_fullgraph", ("desc",), "v2"),
     Hook(_V2, "CudaGraphManager.dispatch", ("num_reqs", "num_tokens"), "v2"),
     Hook(_V2, "ModelCudaGraphManager.__init__", ("vllm_config", "device"), "v2"),
+    Hook(_V2, "ModelCudaGraphManager.capture", ("model", "model_state", "input_buffers"), "v2"),
     Hook("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.capture_model", ("self",), "v2"),
+    Hook("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.reload_weights", ("self",), "v2"),
+    Hook("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.shutdown", ("self",), "v2"),
     Hook(f"{_MOE}.runner.moe_runner", "MoERunner._forward_impl", ("hidden_states",), "experts"),
     Hook(f"{_MOE}.runner.moe_runner", "MoERunner.__init__", ("router", "gate"), "experts"),
     Hook(
@@ -143,6 +147,6 @@ def faults(hooks: Sequence[Hook] = HOOKS) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for hook in hooks:
         fault = hook.fault()
-        if fault is not None:
-            found.setdefault(hook.needed_for, []).append(fault)
-    return found
+        if fault is not None and fault not in found.setdefault(hook.needed_for, []):
+            found[hook.needed_for].append(fault)
+    return {part: texts for part, texts in found.items() if texts}

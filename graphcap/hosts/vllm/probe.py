@@ -1,0 +1,172 @@
+"""What ``graphcap doctor --vllm`` asks of vLLM, in a process of its own: `main` writes the answer as JSON.
+
+Of its own because vLLM is slow to import, prints, sets up logging, keeps what it found for the life of
+the process, and may end it. The caller has set ``GRAPHCAP=1`` for it: whatever the user's shell says, the
+question is what the plugin would do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from graphcap.hosts.vllm import plugin, versions
+from graphcap.settings import Settings
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--model")
+    parser.add_argument("--max-num-seqs", type=int)
+    options = parser.parse_args(arguments)
+    found = look(options.model, options.max_num_seqs)
+    options.result.write_text(json.dumps(found))
+
+
+def look(model: str | None = None, max_num_seqs: int | None = None) -> dict[str, Any]:
+    """What is there, what the plugin did with it, and, for a `model`, what it would choose.
+
+    Keys that could not be reached are missing; ``why_not`` (a list) and ``warnings`` say why.
+    """
+    found: dict[str, Any] = {"why_not": [], "warnings": []}
+    try:
+        import vllm
+
+        found["vllm"] = vllm.__version__
+        if not versions.in_window(vllm.__version__):
+            plugin.register()
+            found["why_not"].append(plugin.STATUS.why)
+            return found
+        found |= _platform()
+        found["hooks"] = [
+            {
+                "needed_for": hook.needed_for,
+                "name": f"{hook.module}.{hook.path}",
+                "fault": hook.fault(),
+            }
+            for hook in versions.HOOKS + (versions.CPU_HOOKS if found["device"] == "cpu" else ())
+        ]
+        found["loaded_by_vllm"] = _load()
+    except Exception as error:  # of any kind: other people's code is imported and run
+        found["why_not"].append(f"vLLM cannot be asked: {_text(error)}")
+        return found
+    status = plugin.STATUS
+    found["parts"] = dict(status.parts)
+    found["prometheus_client"] = _version("prometheus-client")
+    if status.state != "on":
+        found["why_not"].append(status.why or "the plugin is off")
+        return found
+    if found["device"] not in ("cuda", "cpu"):
+        found["why_not"].append(
+            f"vLLM finds no device that graphcap serves (its platform is {found['platform']})"
+        )
+        return found
+    found |= _recorder_and_kernels(found)
+    if model is not None:
+        found["model"] = _choice_for(model, max_num_seqs)
+        found["why_not"] += found["model"]["why_not"]
+    return found
+
+
+def _platform() -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
+    device = str(current_platform.device_type)
+    name = type(current_platform).__name__
+    if device == "cuda":
+        name = current_platform.get_device_name()
+        capability = current_platform.get_device_capability()
+        if capability is not None:
+            name += f", compute capability {capability.major}.{capability.minor}"
+    return {"device": device, "platform": name}
+
+
+def _load() -> bool:
+    """Load vLLM's plugins as an engine does. Returns whether graphcap was among them."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    loaded = plugin.STATUS.state != "off"
+    plugin.register()  # where it was not: the rest is worth knowing all the same
+    return loaded
+
+
+def _recorder_and_kernels(found: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from graphcap.errors import BackendError
+    from graphcap.hosts.vllm.experts import MOST_TOKENS, PooledExperts
+    from graphcap.pool import BufferPool
+    from graphcap.recorders.select import probe_capture, select_recorder
+
+    settings = Settings.from_env()
+    device = torch.device(found["device"])
+    if device.type == "cuda" and not torch.cuda.is_available():
+        found["warnings"].append(
+            "torch sees no CUDA device in this process, so that capture was not tried; vLLM will "
+            "not start here either"
+        )
+        recorder = "cuda, not tried"
+    else:
+        try:
+            recorder = select_recorder(settings.recorder, device).name
+        except BackendError as error:
+            found["why_not"].append(str(error))
+            recorder = "none"
+        if device.type == "cuda":
+            recorder += f" ({probe_capture(device).detail})"
+    experts = PooledExperts(BufferPool(device), settings, device)
+    if experts.kernels is None:
+        kernels = f"vLLM's own: {experts.why}"
+    else:
+        kernels = f"graphcap's {experts.kernels.name}, up to {MOST_TOKENS} tokens: {experts.why}"
+    return {"recorder": recorder, "kernels": kernels}
+
+
+def _choice_for(model: str, max_num_seqs: int | None) -> dict[str, Any]:
+    """What the plugin makes of the configuration that ``vllm serve model`` would run with."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from graphcap.hosts.vllm.config import Choice
+
+    given = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
+    try:
+        arguments = EngineArgs(model=model, **given)
+        # Sizes that are not given depend on the use.
+        config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except Exception as error:
+        return {"why_not": [f"vLLM makes no configuration for {model}: {_text(error)}"]}
+    choice = Choice.of(config)
+    if choice is None:
+        return {"why_not": [f"the plugin has not seen the configuration of {model}"]}
+    compilation = config.compilation_config
+    return {
+        "why_not": list(choice.why_not),
+        "choice": choice.to_plain(),
+        "runner": "v2" if config.use_v2_model_runner else "v1",
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "cudagraph_mode": getattr(compilation.cudagraph_mode, "name", None),
+        "mode": getattr(compilation.mode, "name", None),
+    }
+
+
+def _text(error: Exception) -> str:
+    """An error in one line, without what pydantic says for developers."""
+    text = re.sub(r"\s*\[type=.*", "", str(error), flags=re.DOTALL)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:3])}"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
