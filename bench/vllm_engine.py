@@ -117,8 +117,8 @@ class Lines(logging.Handler):
 
 def main() -> None:
     args = arguments()
-    if args.tp == 1:  # in process, so that the profiler sees the engine
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # In process, so that its log lines and, with one card, its host calls are seen.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # draw_weights travels to the workers
     os.environ["GRAPHCAP"] = "1" if args.mode == "graphcap" else "0"
     import torch

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,14 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    began, results = time.perf_counter(), []
+    document: dict[str, Any] = {
+        "what": "vLLM's modes and graphcap, same weights, one run",
+        "shape": f"seed-{options.layers}",
+        "tp": options.tp,
+        "machine": machine(options.commit),
+        "modes": [],
+    }
+    began = time.perf_counter()
     for mode in options.modes.split(","):
         if time.perf_counter() - began > options.seconds:
             print("no time left for", mode)
@@ -41,17 +50,11 @@ def main() -> None:
         if not options.no_mixed:
             command += ["--mixed"]
         found = _run(command, mode, options.out)
-        if found is not None:
-            results.append(found)
-    document = {
-        "what": "vLLM's modes and graphcap, same weights, one run",
-        "shape": f"seed-{options.layers}",
-        "tp": options.tp,
-        "machine": machine(options.commit),
-        "modes": results,
-    }
-    if options.out is not None:
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+        if found is None:
+            break  # nothing to compare
+        document["modes"].append(found)
+        if options.out is not None:  # after each mode: a run that is cut short keeps what it has
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
     print_table(document)
 
 
@@ -71,7 +74,6 @@ def _run(command: list[str], mode: str, out: Path | None) -> dict[str, Any] | No
 def machine(commit: str) -> dict[str, Any]:
     import torch
     import triton
-    import vllm
 
     card = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
@@ -85,9 +87,20 @@ def machine(commit: str) -> dict[str, Any]:
         "driver": driver,
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "vllm": vllm.__version__,
+        "vllm": _vllm_version(),
         "commit": commit,
     }
+
+
+def _vllm_version() -> str:
+    """Read and not imported, which takes as long as starting an engine."""
+    found = find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    text = (Path(found.origin).parent / "_version.py").read_text()
+    match = re.search(r"^__version__ = version = '([^']+)'", text, re.M)
+    assert match is not None
+    return match[1]
 
 
 def print_table(document: dict[str, Any]) -> None:

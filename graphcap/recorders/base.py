@@ -49,6 +49,11 @@ class Recorder(ABC):
     name: str
     generators: tuple[torch.Generator, ...] = ()
     """Random generators of the step's own that its recordings draw from."""
+    watched: bool = True
+    """Whether a step's operations are watched while a CUDA graph captures them: what no graph can hold is
+    refused by name before it breaks the capture, operations are counted one by one, and what they read
+    is kept alive. Of many like recordings (the buckets of a large model) the first is enough, by a host
+    that keeps the model alive itself; the others then take half the time. A tape always watches."""
 
     @abstractmethod
     def warm_up(self, step: BoundStep) -> Mapping[str, torch.Tensor]:

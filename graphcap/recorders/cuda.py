@@ -74,6 +74,11 @@ class CaptureTrace(StepGuard):
             nodes = None
         return Census.of(self.calls, graph=nodes)
 
+    def count_only(self) -> Census:
+        """The number of nodes captured so far, of whatever kind."""
+        count = self._count()
+        return Census((), 0, None if count is None else {"node": count})
+
     def _append(self, name: str, implementation: str, before: int | None) -> None:
         after = self._count()
         made = None if after is None or before is None else after - before
@@ -100,13 +105,13 @@ class CudaRecording(Recording):
         self,
         graph: torch.cuda.CUDAGraph,
         outputs: Mapping[str, torch.Tensor],
-        trace: CaptureTrace,
+        pinned: tuple[torch.UntypedStorage, ...],
         census: Census,
         nbytes: int,
     ) -> None:
         self.outputs = outputs
         self.nbytes = nbytes
-        self.pinned = tuple(trace.pinned.values())
+        self.pinned = pinned
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._census = census
         self.replay = graph.replay  # type: ignore[method-assign]  # one Python frame less a token
@@ -185,7 +190,7 @@ class CudaRecorder(Recorder):
                 for generator in self.generators:
                     if generator.device.type == "cuda":
                         graph.register_generator_state(generator)
-                outputs, trace, census = self._capture(graph, step)
+                outputs, pinned, census = self._capture(graph, step)
             except BaseException as error:
                 line = raising_line(error.__traceback__)
                 # What the step had allocated is held by its frames until they are cleared.
@@ -196,23 +201,27 @@ class CudaRecorder(Recorder):
                 raise _explained(error, bucket, line) from error
             torch.cuda.synchronize(self.device)
             free_after, _ = torch.cuda.mem_get_info(self.device)
-        made = CudaRecording(graph, outputs, trace, census, max(0, free_before - free_after))
+        made = CudaRecording(graph, outputs, pinned, census, max(0, free_before - free_after))
         self._made.add(made)
         return made
 
     def _capture(
         self, graph: torch.cuda.CUDAGraph, step: BoundStep
-    ) -> tuple[Mapping[str, torch.Tensor], CaptureTrace, Census]:
+    ) -> tuple[Mapping[str, torch.Tensor], tuple[torch.UntypedStorage, ...], Census]:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), torch.no_grad(), autocast_casts_not_kept():
             # thread_local: what other threads do on the device does not break this capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             trace = CaptureTrace(self.device, self._stream.cuda_stream, self._reader)
-            with trace.watching():
+            if self.watched:
+                with trace.watching():
+                    outputs = dict(step())
+                census = trace.census()
+            else:
                 outputs = dict(step())
-            census = trace.census()
+                census = trace.count_only()
             graph.capture_end()
-        return outputs, trace, census
+        return outputs, tuple(trace.pinned.values()), census
 
     def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a broken capture and bring allocator and random generators back to normal."""

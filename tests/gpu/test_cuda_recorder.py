@@ -493,3 +493,29 @@ def test_a_generator_of_the_steps_own_draws_anew(device):
     assert not torch.equal(first, second)
     want = torch.rand(WIDTH, generator=torch.Generator(device).manual_seed(3), device=device)
     assert torch.equal(first[0], want)
+
+
+def test_an_unwatched_recording_replays_and_counts_the_same_nodes(device: torch.device) -> None:
+    """What a host does for all buckets but the first of a kind."""
+    recorder = CudaRecorder(device)
+    weight = torch.randn(64, 64, device=device)
+    given = torch.randn(8, 64, device=device)
+
+    def step() -> dict[str, torch.Tensor]:
+        return {"out": torch.relu(given @ weight) @ weight}
+
+    recorder.warm_up(step)
+    watched = recorder.record(step, 8)
+    recorder.watched = False
+    unwatched = recorder.record(step, 8)
+    assert unwatched.census().total == watched.census().total
+    given.copy_(torch.randn(8, 64, device=device))
+    for recording in (watched, unwatched):
+        recording.outputs["out"].fill_(float("nan"))
+        recording.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(recording.outputs["out"], step()["out"])
+    assert watched.pinned
+    assert not unwatched.pinned  # its host keeps the model alive
+    for recording in (watched, unwatched):
+        recording.close()

@@ -144,7 +144,9 @@ def decide(config: Any, settings: Settings, *, device: str, hopper: bool) -> Cho
     """
     why_not = obstacles(config)
     if device not in ("cuda", "cpu"):
-        why_not.append(f"the platform {device}")
+        why_not.append(f"the platform {device or 'that vLLM found (none)'}")
+    if device == "cpu" and settings.recorder == "cuda":
+        why_not.append("GRAPHCAP_RECORDER=cuda was set, and a CPU has no graphs")
     compilation = config.compilation_config
     left = _user_set(compilation)
     mode = _name(compilation.cudagraph_mode)

@@ -66,6 +66,7 @@ class EngineCapture:
         self.experts = PooledExperts(self.pool, settings, device)
         self.reporter = Reporter(choice, settings, vllm_config)
         self.failed: str | None = None
+        self._watched_kinds: set[str] = set()
         self._model = model
         self._layers = vllm_config.compilation_config.static_forward_context
         self._recorder = select_recorder(settings.recorder, device)
@@ -112,7 +113,10 @@ class EngineCapture:
         if self.failed is not None:
             return False
         manager = self.managers[kind]
+        self._recorder.watched = kind not in self._watched_kinds
         made = manager.record(size, self._bound(forward))
+        if made:
+            self._watched_kinds.add(kind)
         if not agreed(made) and not _alone():
             why = manager.failure_of(size) or "the recording failed on another rank"
             self.give_up(f"bucket {size} ({kind}): {why}")

@@ -117,6 +117,7 @@ def obstacle(runner: Any) -> str | None:
         (type(method).__name__ != "PooledMoEMethod", f"quantised ({type(method).__name__})"),
         (gate is None, "its router runs outside the layer"),
         (type(runner.router).__name__ != "FusedTopKRouter", f"{type(runner.router).__name__}"),
+        (getattr(runner.router, "capture_fn", None) is not None, "its routing is returned"),
         (getattr(routed, "scoring_func", "softmax") != "softmax", "its scores are no softmax"),
         (_name(getattr(routed, "activation", None)) != "SILU", "its activation is not SiLU"),
         (bool(getattr(routed, "apply_router_weight_on_input", False)), "it weights its input"),

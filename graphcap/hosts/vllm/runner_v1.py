@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from graphcap.errors import BackendError
 from graphcap.hosts.vllm.config import Choice
 from graphcap.hosts.vllm.engine import DECODE, MIXED, EngineCapture, row_slots
 from graphcap.hosts.vllm.patching import wrap
@@ -110,7 +111,7 @@ class StepWrapper(CUDAGraphWrapper):
             self.engine.fall_back(
                 rows,
                 "above_max_batch",
-                "raise GRAPHCAP_BUCKETS or cudagraph_capture_sizes to the largest decode batch",
+                "raise cudagraph_capture_sizes (or max_cudagraph_capture_size) to the largest decode batch",
             )
 
 
@@ -274,6 +275,16 @@ def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def captured_by_graphcap(runner: Any, wrapper: StepWrapper, descriptors: Sequence[Any]) -> bool:
+    """Capture what graphcap can; False where the recorder that was asked for does not work here."""
+    try:
+        capture_full(runner, wrapper, descriptors)
+    except BackendError as error:
+        logger.warning("graphcap leaves this engine to vLLM: %s", error)
+        return False
+    return True
+
+
 def _capture_cudagraphs(
     original: Any,
     self: Any,
@@ -286,7 +297,10 @@ def _capture_cudagraphs(
     wrapper = _wrapper_of(self)
     if wrapper is None or cudagraph_runtime_mode != CUDAGraphMode.FULL:
         return original(self, batch_descriptors, cudagraph_runtime_mode, *rest, **kw)
-    return capture_full(self, wrapper, list(batch_descriptors))
+    descriptors = list(batch_descriptors)
+    if captured_by_graphcap(self, wrapper, descriptors):
+        return None
+    return original(self, descriptors, cudagraph_runtime_mode, *rest, **kw)
 
 
 def _warmup_and_capture(original: Any, self: Any, desc: Any, *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from graphcap.errors import BackendError
 from graphcap.hosts.vllm.config import Choice
 from graphcap.hosts.vllm.engine import DECODE, MIXED, EngineCapture, row_slots
 from graphcap.hosts.vllm.patching import wrap
@@ -60,12 +61,10 @@ def _kind(descriptor: Any) -> str:
 # -- capture -------------------------------------------------------------------------------------
 
 
-@garbage_collection_held()  # over all buckets: one collection takes half a second in vLLM's heap
-def _capture_full(manager: Any, held: _Model, descriptors: Any, create: Any) -> None:
-    """Warm up every bucket, freeze the pool, record from the largest down, verify, serve."""
+def _new_engine(manager: Any, held: _Model, descriptors: Any) -> EngineCapture:
     choice = _taken(manager)
     assert choice is not None
-    engine = EngineCapture(
+    return EngineCapture(
         choice,
         Settings.from_env(),
         manager.vllm_config,
@@ -73,6 +72,13 @@ def _capture_full(manager: Any, held: _Model, descriptors: Any, create: Any) -> 
         torch.device(manager.device),
         [(_kind(d), d.num_tokens) for d in descriptors],
     )
+
+
+@garbage_collection_held()  # over all buckets: one collection takes half a second in vLLM's heap
+def _capture_full(
+    manager: Any, held: _Model, engine: EngineCapture, descriptors: Any, create: Any
+) -> None:
+    """Warm up every bucket, freeze the pool, record from the largest down, verify, serve."""
     # The first forward pass sizes vLLM's buffer of hidden states: the largest one comes first.
     buckets = sorted(descriptors, key=lambda d: (_kind(d) == DECODE, -d.num_tokens))
     try:
@@ -203,13 +209,18 @@ def _capture(original: Any, self: Any, create_forward_fn: Any, *args: Any, **kwa
     full = self._capture_descs.get(CUDAGraphMode.FULL)
     if held is None or profiling or not full:
         return original(self, create_forward_fn, *args, **kwargs)
+    try:
+        engine = _new_engine(self, held, full)
+    except BackendError as error:
+        logger.warning("graphcap leaves this engine to vLLM: %s", error)
+        return original(self, create_forward_fn, *args, **kwargs)
     everything = self._capture_descs
     self._capture_descs = {m: d for m, d in everything.items() if m != CUDAGraphMode.FULL}
     try:
         result = original(self, create_forward_fn, *args, **kwargs)
     finally:
         self._capture_descs = everything
-    _capture_full(self, held, list(full), create_forward_fn)
+    _capture_full(self, held, engine, list(full), create_forward_fn)
     return result
 
 
@@ -239,7 +250,7 @@ def _dispatch(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             held.engine.fall_back(
                 held.rows,
                 "above_max_batch",
-                "raise GRAPHCAP_BUCKETS or cudagraph_capture_sizes to the largest decode batch",
+                "raise cudagraph_capture_sizes (or max_cudagraph_capture_size) to the largest decode batch",
             )
         elif held.engine.choice.mixed == "full":
             held.engine.fall_back(
