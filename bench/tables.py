@@ -61,10 +61,12 @@ def decode_table(result: dict[str, Any], name: str) -> str:
 def vllm_table(result: dict[str, Any], name: str) -> str:
     """One row for each mode of vLLM, all measured in one run."""
     machine = result["machine"]
+    if result["what"].startswith("start-up"):
+        return start_table(result, name)
     batches = sorted({int(b) for mode in result["modes"] for b in mode["batches"]})
     cards = f"{result['tp']} x {machine['card']}" if result["tp"] > 1 else f"one {machine['card']}"
     lines = [
-        f"Shape `{result['shape']}`, vLLM {machine['vllm']}, {cards} (driver {machine['driver']}, torch "
+        f"Shape `{result['shape']}`, vLLM {machine['vllm']}, {cards} ({_driver(machine)}torch "
         f"{machine['torch']}, Triton {machine['triton']}), commit `{machine['commit']}`, from "
         f"`bench/results/{name}`. Milliseconds a token (tokens a second), medians of pairs:",
         "",
@@ -87,6 +89,21 @@ def vllm_table(result: dict[str, Any], name: str) -> str:
         cells.append(_launches(mode.get("census")))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def start_table(result: dict[str, Any], name: str) -> str:
+    """From loaded weights to a ready engine, with empty caches of Triton's, Inductor's and vLLM's."""
+    machine = result["machine"]
+    times = ", ".join(f"{_NAMES[m['mode']]} {m['ready_s']:.1f} s" for m in result["modes"])
+    return (
+        f"Start-up of `{result['shape']}` from loaded weights to ready, with cold caches, each engine on a "
+        f"card of its own at the same time ({machine['card']}, driver {machine['driver']}, commit "
+        f"`{machine['commit']}`, from `bench/results/{name}`): {times}."
+    )
+
+
+def _driver(machine: dict[str, Any]) -> str:
+    return f"driver {machine['driver']}, " if machine["driver"] else "driver not recorded, "
 
 
 def _launches(census: dict[str, Any] | None) -> str:

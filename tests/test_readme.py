@@ -1,16 +1,24 @@
 """The README says what the code does."""
 
+import ast
+import configparser
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from graphcap.hosts.vllm.config import OBSTACLES
+from graphcap.hosts.vllm.versions import NEWEST, OLDEST, window
 from graphcap.settings import VARIABLES, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+WITH_VLLM = README.split("## With vLLM")[1].split("\n## ")[0]
+TROUBLESHOOTING = README.split("## Troubleshooting")[1].split("\n## ")[0]
+PLUGIN = sorted((ROOT / "graphcap" / "hosts" / "vllm").glob("*.py"))
 
 
 def test_the_python_example_runs():
@@ -26,18 +34,90 @@ def test_every_environment_variable_is_listed_with_its_default():
 
 
 def test_messages_under_troubleshooting_are_messages_of_the_code():
-    section = README.split("## Troubleshooting")[1].split("##")[0]
-    cells = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    cells = re.findall(r"^\| (`.*?`) \|", TROUBLESHOOTING, re.MULTILINE)
     quoted = [message for cell in cells for message in re.findall(r"`(.*?)`", cell)]
-    assert len(quoted) >= 7
+    assert len(quoted) >= 25
     source = " ".join(path.read_text() for path in (ROOT / "graphcap").rglob("*.py"))
     # Messages stand in the source as adjacent string literals, with values in braces.
     source = re.sub(r'"\s*\n\s*f?"', "", source)
     source = re.sub(r"\{[^{}]*\}|%s|%d", "…", source)
     for message in quoted:
-        for part in re.split(r"…| N |: ", message):
+        for part in re.split(r"…| N |: |\(|\)", message):
             part = part.strip(" :;()")
             assert part in source, part
+
+
+def calls_in_the_plugin(name: str) -> Iterator[ast.Call]:
+    """Calls of a function or method `name` in the vLLM plugin."""
+    for path in PLUGIN:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == name:
+                yield node
+
+
+def literal(node: ast.expr) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def test_every_warning_of_the_plugin_is_under_troubleshooting():
+    texts = [literal(call.args[0]) for call in calls_in_the_plugin("warning")]
+    assert len(texts) >= 8
+    for text in texts:
+        assert text is not None, "a warning that starts with a literal can be looked up"
+        pieces = [piece.strip() for piece in re.split(r"%[sd]|: ", text.split(";")[0])]
+        for piece in pieces:
+            if len(piece) > 12:
+                assert piece in TROUBLESHOOTING, f"README.md does not tell of: {text}"
+
+
+def test_every_reason_of_a_fallback_is_explained():
+    listed = set(re.findall(r"^\| `(\w+)` \|", WITH_VLLM, re.MULTILINE))
+    reasons = {
+        literal(call.args[1])
+        for name in ("fall_back", "drop")
+        for call in calls_in_the_plugin(name)
+        if len(call.args) > 1
+    }
+    reasons = {reason for reason in reasons if reason is not None} | {"not_recorded"}
+    assert len(reasons) >= 6
+    assert reasons <= listed
+
+
+def test_features_that_are_left_to_vllm_are_listed():
+    begin, end = "<!-- left to vLLM: begin -->", "<!-- left to vLLM: end -->"
+    text = " ".join(WITH_VLLM.split(begin)[1].split(end)[0].split())
+    listed = re.split(r", (?:or )?", text.strip(" ."))
+    assert sorted(listed) == sorted(name for name, _ in OBSTACLES)
+
+
+def test_metrics_are_listed():
+    source = (ROOT / "graphcap" / "hosts" / "vllm" / "metrics.py").read_text()
+    families = re.findall(r'_Family\(\s*"(\w+)",\s*"(graphcap_\w+)"', source)
+    assert {kind for kind, _ in families} == {"counter", "gauge"}
+    names = {f"{name}_total" if kind == "counter" else name for kind, name in families}
+    names.add(*re.findall(r'HistogramMetricFamily\(\s*"(graphcap_\w+)"', source))
+    assert set(re.findall(r"^\| `(graphcap_\w+)` \|", WITH_VLLM, re.MULTILINE)) == names
+
+
+def test_the_window_of_vllm_versions_is_the_same_everywhere():
+    assert f"The window is vLLM {window()}." in README
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(ROOT / "setup.cfg")
+    oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+    major, minor = NEWEST
+    assert (
+        config["options.extras_require"]["vllm"].strip() == f"vllm>={oldest},<{major}.{minor + 1}"
+    )
+    run_or_bound = re.findall(r"^\| (\d+\.\d+)\.\d+ \| \*\*", WITH_VLLM, re.MULTILINE)
+    assert (run_or_bound[0], run_or_bound[-1]) == (oldest, newest)
+
+
+def test_links_lead_somewhere():
+    titles = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    links = re.findall(r"\]\(#([^)]*)\)", README)
+    assert set(links) <= anchors
+    assert len(links) >= 4
 
 
 def test_measured_tables_come_from_the_result_files():

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from graphcap.cli import main
+from graphcap.cli import doctor_vllm, main
 from graphcap.settings import VARIABLES
 
 NAMED = [
@@ -83,6 +83,7 @@ def test_doctor_says_what_is_missing_instead_of_failing(capsys, monkeypatch):
     monkeypatch.setenv("GRAPHCAP_KERNELS", "ixformer")
     monkeypatch.setenv("GRAPHCAP_STRICT", "yes")
     monkeypatch.setenv("GRAPHCAP", "1")
+    monkeypatch.setattr(doctor_vllm, "has_vllm", lambda: False)
     assert main(["doctor"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "GRAPHCAP_STRICT: expected 0 or 1, found 'yes'" in printed
@@ -91,7 +92,7 @@ def test_doctor_says_what_is_missing_instead_of_failing(capsys, monkeypatch):
     assert main(["doctor"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "has no ixformer kernels" in printed
-    assert "GRAPHCAP=1 has no effect" in printed
+    assert "GRAPHCAP=1 has no effect: vLLM is not installed" in printed
 
 
 @pytest.mark.parametrize("command", ["decode", "census", "doctor"])

@@ -65,10 +65,13 @@ class Reporter:
     ) -> list[str]:
         first = next(iter(reports.values()))
         seconds = sum(report.seconds for report in reports.values())
+        recorded = any(report.buckets for report in reports.values())
         lines = [
-            f"graphcap: the decode step is recorded ({first.recorder} recorder on {first.device}, "
-            f"{seconds:.1f} s)"
+            f"graphcap: {'the decode step' if recorded else 'nothing'} is recorded "
+            f"({first.recorder} recorder on {first.device}, {seconds:.1f} s)"
         ]
+        if engine.failed is not None:
+            return [*lines, f"steps run eagerly: {engine.failed}"]
         for kind, report in reports.items():
             sizes = [bucket.size for bucket in report.buckets]
             what = "sequences" if kind == "decode" else "tokens"
