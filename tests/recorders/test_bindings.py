@@ -185,3 +185,18 @@ def test_operator_called_for_its_effect_is_no_allocation():
     assert len(runs) == 2
     assert cache.tolist() == [4, 4]
     assert out.tolist() == [8, 8]
+
+
+@pytest.mark.parametrize(("strided", "allocations"), [(False, 0), (True, 1)])
+def test_embedding_is_a_selection_of_rows(strided, allocations):
+    table = _x(10, 4)
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+
+    def step():
+        return {"out": torch.nn.functional.embedding(ids[:, ::2] if strided else ids, table)}
+
+    recording = TapeRecorder(CPU).record(step, 2)
+    assert recording.census().allocations == allocations
+    ids.copy_(9 - ids)
+    recording.replay()
+    assert torch.equal(recording.outputs["out"], step()["out"])

@@ -29,6 +29,10 @@ MIXED_SIZES = (
 of a large MoE model is active, so a batch costs about the reading of all weights, and padding by up to
 a half costs little; below, steps of at most a half."""
 
+CPU_MIXED_SIZES = (8, 16, 24, 32, 48, 64, 96, 128)
+"""The same on a CPU, where padding costs what it weighs. Above, a batch is mostly arithmetic and runs
+eagerly."""
+
 _MIXED_FULL = frozenset({"TRITON_ATTN"})
 _MIXED_FULL_ON_HOPPER = frozenset({"FLASH_ATTN", ""})
 """Attention backends whose full graphs serve mixed batches; FlashAttention's does in version 3, which is
@@ -191,8 +195,9 @@ def decide(config: Any, settings: Settings, *, device: str, hopper: bool) -> Cho
             chosen += ("no torch.compile (mode=0)",)
         chosen += (norms_cpu.CHOSEN,) if norms_cpu.undecided(config) else ()
         left += norms_cpu.user_set(config)
+        mixed, tokens = _mixed_on_cpu(config, mode)
         return Choice(
-            *(True, (), "eager", decode, (), chosen, left, recorder), kernels=settings.kernels
+            *(True, (), mixed, decode, tokens, chosen, left, recorder), kernels=settings.kernels
         )
 
     picked = []
@@ -218,14 +223,26 @@ def _mixed(
         return ("piecewise" if compiles else "eager"), ()
     if compiles or mode == "FULL_AND_PIECEWISE" or not _mixed_full(config, hopper):
         return "piecewise", ()
+    return "full", _token_counts(config, MIXED_SIZES)
+
+
+def _mixed_on_cpu(config: Any, mode: str | None) -> tuple[str, tuple[int, ...]]:
+    """The same for the tape of a CPU. It calls attention live, so that one recording serves every mixture
+    of prefill and decode of as many tokens."""
+    if mode == "FULL_DECODE_ONLY" or not _may_be_mixed(config.model_config):
+        return "eager", ()
+    return "full", _token_counts(config, CPU_MIXED_SIZES)
+
+
+def _token_counts(config: Any, sizes: tuple[int, ...]) -> tuple[int, ...]:
     compilation, scheduler = config.compilation_config, config.scheduler_config
     given = compilation.cudagraph_capture_sizes
     if given:
-        return "full", tuple(sorted({s for s in given if s <= scheduler.max_num_batched_tokens}))
+        return tuple(sorted({s for s in given if s <= scheduler.max_num_batched_tokens}))
     possible = scheduler.max_num_seqs * config.model_config.max_model_len
-    largest = compilation.max_cudagraph_capture_size or MIXED_SIZES[-1]
-    limit = min(scheduler.max_num_batched_tokens, possible, largest, MIXED_SIZES[-1])
-    return "full", tuple(sorted({*(s for s in MIXED_SIZES if s < limit), limit}))
+    largest = compilation.max_cudagraph_capture_size or sizes[-1]
+    limit = min(scheduler.max_num_batched_tokens, possible, largest, sizes[-1])
+    return tuple(sorted({*(s for s in sizes if s < limit), limit}))
 
 
 def apply_before(config: Any, choice: Choice) -> None:
@@ -275,19 +292,24 @@ def apply_after_on_cpu(config: Any, choice: Choice) -> None:
     from vllm.config import CUDAGraphMode
 
     compilation = config.compilation_config
-    compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-    compilation.cudagraph_capture_sizes = list(choice.decode)
-    compilation.max_cudagraph_capture_size = choice.decode[-1]
+    full = choice.mixed == "full"
+    sizes = sorted({*choice.decode, *choice.mixed_tokens})
+    compilation.cudagraph_mode = CUDAGraphMode.FULL if full else CUDAGraphMode.FULL_DECODE_ONLY
+    compilation.cudagraph_capture_sizes = sizes
+    compilation.max_cudagraph_capture_size = sizes[-1]
 
 
 def _mixed_full(config: Any, hopper: bool) -> bool:
-    model = config.model_config
-    if getattr(model, "is_hybrid", False) or getattr(model, "use_mla", False):
-        return False  # linear attention and MLA record decode batches only
-    if getattr(model, "is_multimodal_model", False):
-        return False  # embeddings of images are made outside the step
+    if not _may_be_mixed(config.model_config):
+        return False
     name = _name(getattr(config.attention_config, "backend", None)) or ""
     return name in _MIXED_FULL or (hopper and name in _MIXED_FULL_ON_HOPPER)
+
+
+def _may_be_mixed(model: Any) -> bool:
+    if getattr(model, "is_hybrid", False) or getattr(model, "use_mla", False):
+        return False  # linear attention and MLA record decode batches only
+    return not getattr(model, "is_multimodal_model", False)  # images are embedded outside the step
 
 
 def _user_set(compilation: Any) -> tuple[str, ...]:

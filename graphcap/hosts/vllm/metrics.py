@@ -87,7 +87,7 @@ _FAMILIES = (
         "graphcap_mixed_padding_tokens",
         "Tokens of mixed batches that replays computed and nobody asked for.",
         None,
-        lambda worker: {"": worker.mixed_padding.total()},
+        lambda worker: {"": worker.mixed_padding.total()} if worker.mixed else {},
     ),
     _Family(
         "counter",

@@ -1,9 +1,9 @@
 """vLLM's CPU platform: the first model runner with the tape as recorder.
 
-vLLM has no graphs on CPUs, so it does not pad decode batches there and never captures. Both are turned
-on: decode batches are padded to a bucket as for full graphs, and the tape is recorded at the end of
-the worker's start. Attention and cache update read the metadata of the step on the host; on the tape
-they are operations that are called live.
+vLLM has no graphs on CPUs, so it does not pad batches there and never captures. Both are turned on:
+decode batches and small mixed ones are padded to a bucket as for full graphs, and the tape is recorded at
+the end of the worker's start. Attention and cache update read the metadata of the step on the host; on
+the tape they are operations that are called live.
 """
 
 from __future__ import annotations
@@ -63,8 +63,11 @@ def _capture(runner: Any, wrapper: StepWrapper, verify_buckets: bool = True) -> 
 
 def _support(original: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     """Why: the backend says that no graph can hold it; on the tape it does not have to be held."""
-    if _taken(vllm_config) is None:
+    choice = _taken(vllm_config)
+    if choice is None:
         return original(cls, vllm_config, *args, **kwargs)
+    if choice.mixed == "full":
+        return AttentionCGSupport.ALWAYS
     return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 

@@ -96,7 +96,8 @@ class StepWrapper(CUDAGraphWrapper):
         longest = max((getattr(m, "max_query_len", 0) or 0) for m in metadata.values())
         rows = self._real_rows()
         if longest > 1:
-            if self.engine.choice.mixed == "full":
+            choice = self.engine.choice  # on a tape large batches run eagerly by choice
+            if choice.mixed == "full" and choice.recorder == "cuda":
                 self.engine.fall_back(
                     rows,
                     "mixed_above_max_tokens",

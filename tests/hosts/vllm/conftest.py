@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from environments import (
     run_script,
     wheel_environment,
 )
+from gather import Facts
 
 
 @pytest.fixture(scope="session", params=WHEELS)
@@ -42,20 +43,6 @@ def _or_skip(build: Callable[[], Path]) -> Path:
 _gathered: dict[str, dict[str, Any]] = {}
 
 
-class Facts:
-    """What the scenarios of a test module found in one wheel, by name."""
-
-    def __init__(self, version: str, results: Mapping[str, Any]) -> None:
-        self.version = version
-        self._results = results
-
-    def __getitem__(self, name: str) -> Any:
-        result = self._results[name]
-        if "error" in result:
-            pytest.fail(f"scenario {name!r} in vLLM {self.version} failed:\n{result['error']}")
-        return result["facts"]
-
-
 @pytest.fixture(scope="module")
 def facts(request: pytest.FixtureRequest, wheel: tuple[str, Path]) -> Facts:
     """Of the scenarios that the test module names as SCENARIOS.
@@ -67,6 +54,8 @@ def facts(request: pytest.FixtureRequest, wheel: tuple[str, Path]) -> Facts:
     if name not in _gathered.get(version, {}):
         modules = (getattr(item, "module", None) for item in request.session.items)
         wanted = {getattr(module, "SCENARIOS", None) for module in modules} - {None}
-        found = run_script(python, HERE / "gather.py", *sorted(wanted), env=PRETEND_H200)
+        found = run_script(
+            python, HERE / "gather.py", *sorted(wanted), env=PRETEND_H200, timeout=600
+        )
         _gathered[version] = found["scenarios"]
     return Facts(version, _gathered[version][name])

@@ -1,0 +1,80 @@
+"""Tensor parallelism: the ranks agree on every bucket, on the host, in the first model runner."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from scenarios.common import FOLDER_VARIABLE, log_records, warnings_in
+from scenarios.fakes import Toy
+from scenarios.first_runner import capture, make_runner, stats
+
+
+def two_ranks(other: bool, fails: bool = False) -> dict[str, Any]:
+    """A group of two, of which the other one is a vote; this one fails in bucket 4."""
+    import vllm.distributed.parallel_state as parallel_state
+
+    toy = Toy()
+    toy.fails_at = {4: 2} if fails else {}
+    runner = make_runner(toy)
+    parallel_state._TP = SimpleNamespace(world_size=2, cpu_group=None)
+    votes: list[int] = []
+
+    def all_reduce(vote: torch.Tensor, op: Any = None, group: Any = None) -> None:
+        votes.append(int(vote))
+        vote.clamp_(max=int(other))
+
+    torch.distributed.all_reduce = all_reduce
+    with log_records() as records:
+        capture(runner)
+    steps = [runner.step([1] * n, seed=n) for n in (1, 4, 12)]
+    found = stats(runner.model.engine)
+    return {"votes": votes, "steps": steps, "warnings": warnings_in(records), **found}
+
+
+def real_ranks() -> list[dict[str, Any]]:
+    """Two processes that vote over gloo; rank 1 fails in bucket 4."""
+    store = Path(os.environ[FOLDER_VARIABLE]) / "store"
+    pipes = []
+    for rank in range(2):
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            found = _as_rank(rank, store)
+            os.write(writer, json.dumps(found).encode())
+            os._exit(0)
+        os.close(writer)
+        pipes.append(os.fdopen(reader))
+    return [json.loads(pipe.read()) for pipe in pipes]
+
+
+def _as_rank(rank: int, store: Path) -> dict[str, Any]:
+    import vllm.distributed.parallel_state as parallel_state
+
+    toy = Toy()
+    toy.fails_at = {4: 2} if rank == 1 else {}
+    runner = make_runner(toy)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
+    group = torch.distributed.group.WORLD
+    parallel_state._TP = SimpleNamespace(world_size=2, cpu_group=group)
+    with log_records() as records:
+        capture(runner)
+    steps = [runner.step([1] * n, seed=n) for n in (1, 4, 12)]
+    found = stats(runner.model.engine)
+    return {"steps": steps, "warnings": warnings_in(records), **found}
+
+
+SCENARIOS: dict[str, Callable[[], Any]] = {
+    "two ranks agree": partial(two_ranks, True),
+    "the other rank fails": partial(two_ranks, False),
+    "this rank fails": partial(two_ranks, True, fails=True),
+    "real ranks": real_ranks,
+}
