@@ -8,7 +8,8 @@ tokens). The model runner decides when a phase of the capture happens; see `runn
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -114,7 +115,8 @@ class EngineCapture:
             return False
         manager = self.managers[kind]
         self._recorder.watched = kind not in self._watched_kinds
-        made = manager.record(size, self._bound(forward))
+        with _no_vote_on_error():
+            made = manager.record(size, self._bound(forward))
         if made:
             self._watched_kinds.add(kind)
         if not agreed(made) and not _alone():
@@ -144,7 +146,8 @@ class EngineCapture:
         manager = self.managers[kind]
         if manager.failure_of(size) is not None:
             return
-        manager.verify(size, self._bound(forward))
+        with _no_vote_on_error():
+            manager.verify(size, self._bound(forward))
         mine = manager.failure_of(size)
         if not agreed(mine is None) and mine is None:
             manager.drop(size, "rank_failed", f"bucket {size}: it differed on another rank")
@@ -263,6 +266,16 @@ def agreed(mine: bool) -> bool:
     vote = torch.tensor([int(mine)], dtype=torch.int32, device="cpu")
     torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
     return bool(vote.item())
+
+
+@contextmanager
+def _no_vote_on_error() -> Iterator[None]:
+    """What raises here (``GRAPHCAP_STRICT=1``, an interrupt) still votes no: the others wait for it."""
+    try:
+        yield
+    except BaseException:
+        agreed(False)
+        raise
 
 
 def _leave_graph_buffers_alone() -> None:

@@ -40,6 +40,12 @@ def test_failure_on_one_rank_costs_every_recording(
     assert why in found["warnings"][0]
 
 
+def test_an_error_on_this_rank_still_votes(facts: Facts):
+    found = facts["this rank fails strictly"]
+    assert found["votes"] == [1, 1, 1, 1, 1, 0]
+    assert "this operation cannot be recorded" in found["error"]
+
+
 def test_two_processes_agree_over_gloo(facts: Facts):
     healthy, failed = facts["real ranks"]
     for found in (healthy, failed):

@@ -39,6 +39,24 @@ def two_ranks(other: bool, fails: bool = False) -> dict[str, Any]:
     return {"votes": votes, "steps": steps, "warnings": warnings_in(records), **found}
 
 
+def this_rank_fails_strictly() -> dict[str, Any]:
+    """With GRAPHCAP_STRICT=1 the failure is an error here, and the other rank waits for a vote."""
+    import vllm.distributed.parallel_state as parallel_state
+
+    os.environ["GRAPHCAP_STRICT"] = "1"
+    toy = Toy()
+    toy.fails_at = {4: 2}
+    runner = make_runner(toy)
+    parallel_state._TP = SimpleNamespace(world_size=2, cpu_group=None)
+    votes: list[int] = []
+    torch.distributed.all_reduce = lambda vote, op=None, group=None: votes.append(int(vote))
+    try:
+        capture(runner)
+    except Exception as error:
+        return {"votes": votes, "error": f"{type(error).__name__}: {error}"}
+    return {"votes": votes, "error": None}
+
+
 def real_ranks() -> list[dict[str, Any]]:
     """Two processes that vote over gloo; rank 1 fails in bucket 4."""
     store = Path(os.environ[FOLDER_VARIABLE]) / "store"
@@ -76,5 +94,6 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "two ranks agree": partial(two_ranks, True),
     "the other rank fails": partial(two_ranks, False),
     "this rank fails": partial(two_ranks, True, fails=True),
+    "this rank fails strictly": this_rank_fails_strictly,
     "real ranks": real_ranks,
 }
