@@ -85,8 +85,7 @@ class Choice:
 
     def text(self) -> str:
         if not self.taken:
-            set_before = f" (it had set {', '.join(self.chosen)})" if self.chosen else ""
-            return f"graphcap leaves this engine to vLLM: {'; '.join(self.why_not)}{set_before}"
+            return f"graphcap leaves this engine to vLLM: {'; '.join(self.why_not)}"
         parts = [f"decode buckets {_short(self.decode)}", f"mixed batches: {self.mixed}"]
         if self.chosen:
             parts.append("set " + ", ".join(self.chosen))
@@ -276,7 +275,7 @@ def apply_before(config: Any, choice: Choice) -> None:
 
 def withdraw(config: Any, choice: Choice, why_not: str) -> Choice:
     """Leave an engine to vLLM after all: its own checks came to something that graphcap cannot take."""
-    left = replace(choice, taken=False, why_not=(why_not,))
+    left = replace(choice, taken=False, why_not=(why_not,), chosen=())
     _keep(config, left)
     return left
 

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 
+from graphcap.hosts.vllm import ahead
 from graphcap.hosts.vllm.engine import row_slots
 from graphcap.hosts.vllm.experts import MOST_TOKENS, PooledExperts, obstacle, serving_now
 
@@ -32,6 +33,7 @@ class PooledMoERunner(MoERunner):
         method = self.routed_experts.quant_method
         if isinstance(method, PooledMoEMethod):
             method.graphcap_runner = _Reference(self)
+            ahead.experts_made(self)
         if self.gate is not None:
             _skip_gate(self, self.gate)
 

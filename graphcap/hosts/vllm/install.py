@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -66,8 +67,9 @@ def install(settings: Settings, status: PluginStatus) -> None:
         from graphcap.hosts.vllm import experts
 
         status.parts["experts"] = experts.register()
-    from graphcap.hosts.vllm import counters, metrics
+    from graphcap.hosts.vllm import calls, counters, metrics
 
+    calls.install()
     counters.share_directory()
     status.parts["metrics"] = metrics.join_vllm_endpoint()
     status.state, status.why = "on", ""
@@ -88,12 +90,16 @@ def _install_config(settings: Settings, device: str, status: PluginStatus) -> No
         fresh = choice is None and self.model_config is not None
         if fresh:
             choice = decide(self, settings, device=device, hopper=_is_hopper(device))
+            as_set = copy.deepcopy(self.compilation_config)
             apply_before(self, choice)
         result = original(self, *args, **kwargs)
         if choice is not None and choice.taken:
             gap = _gap(self, status, device)
             if gap is not None:
                 choice = withdraw(self, choice, gap)
+                if fresh:  # sizes and modes made for graphcap's recordings are none for vLLM's
+                    self.compilation_config = as_set
+                    result = original(self, *args, **kwargs)
             elif device == "cpu":
                 apply_after_on_cpu(self, choice)
         if fresh and choice is not None:

@@ -21,6 +21,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from graphcap.errors import BackendError
+from graphcap.hosts.vllm import ahead
 from graphcap.hosts.vllm.config import Choice
 from graphcap.hosts.vllm.engine import DECODE, MIXED, EngineCapture, row_slots
 from graphcap.hosts.vllm.patching import wrap
@@ -261,7 +262,9 @@ def _taken(config: Any) -> Choice | None:
 
 
 def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Why: the runner makes its graph wrapper here, by name and not through the platform."""
+    """Why: the runner makes its graph wrapper here, by name and not through the platform. And while
+    weights come from a disk, the host's cores have time."""
+    ahead.start(self.vllm_config, torch.device(self.device))
     result = original(self, *args, **kwargs)
     if _taken(self.vllm_config) is None or isinstance(self.model, StepWrapper):
         return result
@@ -295,6 +298,7 @@ def _capture_cudagraphs(
     **kw: Any,
 ) -> Any:
     """Why: the runner captures here, one descriptor after the other, without freezing a pool."""
+    ahead.wait()
     wrapper = _wrapper_of(self)
     if wrapper is None or cudagraph_runtime_mode != CUDAGraphMode.FULL:
         return original(self, batch_descriptors, cudagraph_runtime_mode, *rest, **kw)
@@ -304,9 +308,16 @@ def _capture_cudagraphs(
     return original(self, descriptors, cudagraph_runtime_mode, *rest, **kw)
 
 
+def _dummy_sampler_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Why: here a kernel is needed that is being compiled; a second compilation would take longer."""
+    ahead.wait("sampler")
+    return original(self, *args, **kwargs)
+
+
 def _warmup_and_capture(original: Any, self: Any, desc: Any, *args: Any, **kwargs: Any) -> Any:
     """Why: vLLM estimates graph memory with dummy batches whose sequences can be shorter than what is
     asked of them, once a graph holds more tokens than vLLM's own largest; attention then reads astray."""
+    ahead.wait()
     if _wrapper_of(self) is not None and not desc.uniform and "profile_seq_lens" in kwargs:
         kwargs["profile_seq_lens"] = _sequence_length(desc)
     return original(self, desc, *args, **kwargs)
@@ -397,6 +408,7 @@ def _shutdown(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def install() -> None:
     """Wrap the runner's functions. Idempotent."""
     wrap(GPUModelRunner, "load_model", _load_model)
+    wrap(GPUModelRunner, "_dummy_sampler_run", _dummy_sampler_run)
     wrap(GPUModelRunner, "_capture_cudagraphs", _capture_cudagraphs)
     wrap(GPUModelRunner, "_warmup_and_capture", _warmup_and_capture)
     wrap(GPUModelRunner, "capture_model", _capture_model)

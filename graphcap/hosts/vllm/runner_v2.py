@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from graphcap.errors import BackendError
+from graphcap.hosts.vllm import ahead
 from graphcap.hosts.vllm.config import Choice
 from graphcap.hosts.vllm.engine import DECODE, MIXED, EngineCapture, row_slots
 from graphcap.hosts.vllm.patching import wrap
@@ -156,6 +157,12 @@ def _withdraw(manager: Any, descriptor: Any) -> None:
 # -- what is wrapped, one function each ----------------------------------------------------------
 
 
+def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Why: while weights come from a disk, the host's cores have time."""
+    ahead.start(self.vllm_config, torch.device(self.device))
+    return original(self, *args, **kwargs)
+
+
 def _init_candidates(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Why: in vLLM a mode with full graphs for mixed batches records one graph of a size for decode and
     mixed batches alike, whose attention is the one of prefills."""
@@ -204,6 +211,7 @@ def _capture_with_model(
 
 def _capture(original: Any, self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
     """Why: vLLM records each descriptor right after its warm-up, without freezing a pool."""
+    ahead.wait()
     held = _model_of(self)
     profiling = getattr(self, "_max_full_descs_to_capture", None) is not None
     full = self._capture_descs.get(CUDAGraphMode.FULL)
@@ -288,5 +296,6 @@ def install() -> None:
     wrap(CudaGraphManager, "run_fullgraph", _run_fullgraph)
     wrap(CudaGraphManager, "dispatch", _dispatch)
     wrap(ModelCudaGraphManager, "capture", _capture_with_model)
+    wrap(GPUModelRunner, "load_model", _load_model)
     wrap(GPUModelRunner, "reload_weights", _reload_weights)
     wrap(GPUModelRunner, "shutdown", _shutdown)

@@ -75,6 +75,7 @@ _MOE = "vllm.model_executor.layers.fused_moe"
 HOOKS: tuple[Hook, ...] = (
     Hook("vllm.config", "VllmConfig.__post_init__", ("self",), "all"),
     Hook("vllm.forward_context", "get_forward_context", (), "all"),
+    Hook("vllm.v1.worker.worker_base", "WorkerWrapperBase.__getattr__", ("attr",), "all"),
     Hook(
         _V1,
         "GPUModelRunner._dummy_run",
@@ -83,6 +84,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(_V1, "GPUModelRunner._warmup_and_capture", ("desc", "profile_seq_lens"), "v1"),
     Hook(_V1, "GPUModelRunner.load_model", ("self",), "v1"),
+    Hook(_V1, "GPUModelRunner._dummy_sampler_run", ("hidden_states",), "v1"),
     Hook(_V1, "GPUModelRunner.capture_model", ("self",), "v1"),
     Hook(
         _V1,
@@ -116,6 +118,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_V2, "CudaGraphManager.dispatch", ("num_reqs", "num_tokens"), "v2"),
     Hook(_V2, "ModelCudaGraphManager.__init__", ("vllm_config", "device"), "v2"),
     Hook(_V2, "ModelCudaGraphManager.capture", ("model", "model_state", "input_buffers"), "v2"),
+    Hook("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.load_model", ("self",), "v2"),
     Hook("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.capture_model", ("self",), "v2"),
     Hook("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.reload_weights", ("self",), "v2"),
     Hook("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.shutdown", ("self",), "v2"),

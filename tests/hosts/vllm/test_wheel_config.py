@@ -260,7 +260,9 @@ def test_engine_that_vllm_leaves_without_full_graphs_is_given_back(facts: Facts)
     assert found["choice"]["why_not"] == [reason]
     (line,) = found["lines"]
     assert line["level"] == "WARNING"
-    assert line["text"].startswith(f"graphcap leaves this engine to vLLM: {reason} (it had set ")
+    assert line["text"] == f"graphcap leaves this engine to vLLM: {reason}"
+    assert found["mode"] == "VLLM_COMPILE"
+    assert max(found["sizes"]) <= ABOVE[-1]
 
 
 def test_additional_config_that_is_no_dictionary_is_named_and_left(facts: Facts):

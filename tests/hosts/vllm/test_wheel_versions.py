@@ -129,9 +129,11 @@ def test_engine_whose_model_runner_is_not_hooked_is_left_to_vllm(
     assert engine["choice"]["why_not"] == [reason]
     (line,) = engine["lines"]
     assert line["level"] == "WARNING"
-    assert line["text"].startswith(f"graphcap leaves this engine to vLLM: {reason} (it had set ")
+    assert line["text"] == f"graphcap leaves this engine to vLLM: {reason}"
+    assert engine["graphs"] == engine["graphs of vLLM's"]
     other = found["engines"]["1" if runner == "0" else "0"]
     assert other["choice"]["taken"]
+    assert other["graphs"] != other["graphs of vLLM's"]
 
 
 @pytest.mark.parametrize("name", ["missing v1 and v2", "missing all"])

@@ -102,11 +102,26 @@ def missing(*parts: str) -> dict[str, Any]:
             set_variables({"VLLM_USE_V2_MODEL_RUNNER": runner})
             with log_records() as records:
                 config = engine_config()
+            # One that says that it has been decided against is left as vLLM makes it.
+            plain = engine_config(additional_config={"graphcap": {"taken": False}})
             found["engines"][runner] = {
                 "choice": config.additional_config["graphcap"],
                 "lines": from_graphcap(records),
+                "graphs": _graphs(config),
+                "graphs of vLLM's": _graphs(plain),
             }
     return found
+
+
+def _graphs(config: Any) -> dict[str, Any]:
+    settings = config.compilation_config
+    return {
+        "mode": settings.mode.name,
+        "cudagraph_mode": settings.cudagraph_mode.name,
+        "sizes": settings.cudagraph_capture_sizes,
+        "largest": settings.max_cudagraph_capture_size,
+        "splitting": settings.splitting_ops,
+    }
 
 
 GONE = {
