@@ -65,30 +65,39 @@ def vllm_table(result: dict[str, Any], name: str) -> str:
         return start_table(result, name)
     batches = sorted({int(b) for mode in result["modes"] for b in mode["batches"]})
     cards = f"{result['tp']} x {machine['card']}" if result["tp"] > 1 else f"one {machine['card']}"
+    found = result["modes"]
     lines = [
         f"Shape `{result['shape']}`, vLLM {machine['vllm']}, {cards} ({_driver(machine)}torch "
         f"{machine['torch']}, Triton {machine['triton']}), commit `{machine['commit']}`, from "
         f"`bench/results/{name}`. Milliseconds a token (tokens a second), medians of pairs:",
         "",
-        "| mode | "
-        + " | ".join(f"batch {b}" for b in batches)
-        + " | mixed load: tokens/s | first token p50 / p99 ms | ready after weights, s "
-        "| graphs, GiB | graph / kernel launches a token |",
-        "|---" + "|--:" * (len(batches) + 5) + "|",
     ]
-    for mode in result["modes"]:
-        cells = [_NAMES[mode["mode"]]]
-        for batch in batches:
-            row = mode["batches"].get(str(batch))
-            cells.append(f"{row['ms']:.2f} ({row['tokens_per_s']:,.0f})" if row else "-")
-        mixed = mode.get("mixed")
-        cells.append(f"{mixed['tokens_per_s']:,.0f}" if mixed else "-")
-        cells.append(f"{mixed['ttft_p50_ms']:.0f} / {mixed['ttft_p99_ms']:.0f}" if mixed else "-")
-        cells.append("-" if mode["ready_s"] is None else f"{mode['ready_s']:.1f}")
-        cells.append("-" if mode["graph_gib"] is None else f"{mode['graph_gib']:.2f}")
-        cells.append(_launches(mode.get("census")))
-        lines.append("| " + " | ".join(cells) + " |")
+    columns = {"mode": [_NAMES[mode["mode"]] for mode in found]}
+    for batch in batches:
+        columns[f"batch {batch}"] = [_speed(mode["batches"].get(str(batch))) for mode in found]
+    if any("mixed" in mode for mode in found):
+        loads = [mode["mixed"] for mode in found]
+        columns["mixed load: tokens/s"] = [f"{load['tokens_per_s']:,.0f}" for load in loads]
+        columns["first token p50 / p99 ms"] = [
+            f"{load['ttft_p50_ms']:.0f} / {load['ttft_p99_ms']:.0f}" for load in loads
+        ]
+    for title, key, form in (
+        ("ready after weights, s", "ready_s", ".1f"),
+        ("graphs, GiB", "graph_gib", ".2f"),
+    ):
+        if any(mode[key] is not None for mode in found):
+            columns[title] = [
+                "-" if mode[key] is None else format(mode[key], form) for mode in found
+            ]
+    if any("census" in mode for mode in found):
+        columns["graph / kernel launches a token"] = [_launches(m.get("census")) for m in found]
+    lines += ["| " + " | ".join(columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in zip(*columns.values(), strict=True)]
     return "\n".join(lines)
+
+
+def _speed(row: dict[str, Any] | None) -> str:
+    return "-" if row is None else f"{row['ms']:.2f} ({row['tokens_per_s']:,.0f})"
 
 
 def start_table(result: dict[str, Any], name: str) -> str:

@@ -37,6 +37,11 @@ Forward = Callable[[], torch.Tensor]
 
 DECODE, MIXED = "decode", "mixed"
 
+MIXED_RUN_EAGERLY = (
+    "mixed prefill-decode batches run eagerly: the attention backend turned out to record "
+    "decode batches only; set compilation_config mode=3 to have vLLM compile them"
+)
+
 
 class EngineCapture:
     """See the module.

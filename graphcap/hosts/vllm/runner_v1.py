@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from graphcap.errors import BackendError
 from graphcap.hosts.vllm import ahead
 from graphcap.hosts.vllm.config import Choice
-from graphcap.hosts.vllm.engine import DECODE, MIXED, EngineCapture, row_slots
+from graphcap.hosts.vllm.engine import DECODE, MIXED, MIXED_RUN_EAGERLY, EngineCapture, row_slots
 from graphcap.hosts.vllm.patching import wrap
 from graphcap.recorders.base import garbage_collection_held
 from graphcap.settings import Settings
@@ -342,10 +342,7 @@ def _initialize_keys(
         if cudagraph_mode == CUDAGraphMode.FULL:
             _separate_ladders(self, choice)
         elif cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-            logger.warning(
-                "mixed prefill-decode batches run eagerly: the attention backend turned out to record "
-                "decode batches only; set compilation_config mode=3 to have vLLM compile them"
-            )
+            logger.warning(MIXED_RUN_EAGERLY)
     return result
 
 

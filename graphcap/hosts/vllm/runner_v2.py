@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from graphcap.errors import BackendError
 from graphcap.hosts.vllm import ahead
 from graphcap.hosts.vllm.config import Choice
-from graphcap.hosts.vllm.engine import DECODE, MIXED, EngineCapture, row_slots
+from graphcap.hosts.vllm.engine import DECODE, MIXED, MIXED_RUN_EAGERLY, EngineCapture, row_slots
 from graphcap.hosts.vllm.patching import wrap
 from graphcap.recorders.base import garbage_collection_held
 from graphcap.settings import Settings
@@ -168,7 +168,10 @@ def _init_candidates(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     mixed batches alike, whose attention is the one of prefills."""
     result = original(self, *args, **kwargs)
     choice = _taken(self)
-    if choice is None or choice.mixed != "full" or self.cudagraph_mode != CUDAGraphMode.FULL:
+    if choice is None or choice.mixed != "full":
+        return result
+    if self.cudagraph_mode != CUDAGraphMode.FULL:
+        logger.warning(MIXED_RUN_EAGERLY)
         return result
     full = CUDAGraphMode.FULL
     decode = [
@@ -177,11 +180,14 @@ def _init_candidates(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
         )
         for size in choice.decode
     ]
-    # At most one sequence for two tokens: with one for each, a dummy batch looks like decode, and vLLM
-    # 0.26 would record decode attention.
+    # With a sequence for each token a dummy batch looks like decode, and vLLM 0.26 would record decode
+    # attention. One for two tokens is enough but for the largest, above which there is no other.
+    largest = choice.mixed_tokens[-1]
     mixed = [
         BatchExecutionDescriptor(
-            cg_mode=full, num_tokens=size, num_reqs=max(1, min(size // 2, self.max_num_reqs))
+            cg_mode=full,
+            num_tokens=size,
+            num_reqs=max(1, min(size - 1 if size == largest else size // 2, self.max_num_reqs)),
         )
         for size in choice.mixed_tokens
     ]

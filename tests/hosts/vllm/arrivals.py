@@ -75,12 +75,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
         waiting.append((index, prompt, params))
     engine, done, steps = llm.llm_engine, {}, 0
-    # A burst that fills the batch, then one request every other step: batches grow, shrink and mix.
-    for index, prompt, params in waiting[: args.max_seqs // 2]:
+    # A few at once, then one request every third step: batches of every size, growing, shrinking, mixed.
+    for index, prompt, params in waiting[: args.max_seqs // 8]:
         engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
-    waiting = waiting[args.max_seqs // 2 :]
+    waiting = waiting[args.max_seqs // 8 :]
     while waiting or engine.has_unfinished_requests():
-        if waiting and steps % 2 == 0:
+        if waiting and steps % 3 == 0:
             index, prompt, params = waiting.pop(0)
             engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
         for output in engine.step():

@@ -344,13 +344,21 @@ def rebound(llm: Any) -> None:
     llm.collective_rpc(change)
 
 
+def moved(llm: Any) -> None:
+    def change(worker: Any) -> None:
+        for module, weight in _other_norms(worker).items():
+            module.weight.data = weight.clone()  # torch announces nothing
+
+    llm.collective_rpc(change)
+
+
 def reloaded(llm: Any) -> None:
     # Of a dense model: vLLM 0.32 packs experts that it reloads on a CPU otherwise than it loads them.
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model("other dense"))})
 
 
 def repacked(llm: Any) -> None:
-    """As a reload does inside, but behind graphcap's back."""
+    """As a reload does inside, in a function of the user's. Nothing announces it but the call."""
 
     def change(worker: Any) -> None:
         modules = dict(worker.model_runner.get_model().named_modules())
@@ -426,6 +434,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     **{f"tokens of {name}": tokens_of(name) for name in ("other dense", "other norms")},
     "weights copied": weights_change("moe", copied),
     "weights rebound": weights_change("moe", rebound),
+    "weights moved": weights_change("moe", moved),
     "weights reloaded": weights_change("dense", reloaded),
     "weights repacked": weights_change("dense", repacked),
     "one after the other": one_after_the_other,
