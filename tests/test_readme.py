@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from graphcap.hosts.vllm.config import OBSTACLES
+from graphcap.hosts.vllm.obstacles import OBSTACLES
 from graphcap.hosts.vllm.versions import NEWEST, OLDEST, window
 from graphcap.settings import VARIABLES, Settings
 

@@ -251,6 +251,6 @@ def _describe(found: _Found) -> None:
 
 
 def _left_to_vllm() -> list[str]:
-    from graphcap.hosts.vllm.config import OBSTACLES
+    from graphcap.hosts.vllm.obstacles import OBSTACLES
 
     return [name for name, _ in OBSTACLES]

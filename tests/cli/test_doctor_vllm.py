@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from graphcap.cli import doctor_vllm, main
-from graphcap.hosts.vllm.config import OBSTACLES
+from graphcap.hosts.vllm.obstacles import OBSTACLES
 from graphcap.hosts.vllm.versions import CPU_HOOKS, HOOKS
 
 sys.path.append(str(Path(__file__).parents[1] / "hosts" / "vllm"))

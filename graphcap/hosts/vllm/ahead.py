@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from graphcap.hosts.vllm.config import Choice
+from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.experts import MOST_TOKENS, obstacle
 from graphcap.moe.experts import RoutedExperts, few_pairs
 from graphcap.moe.kernels import ExpertKernels, choose_backend, expert_kernels

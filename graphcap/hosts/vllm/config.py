@@ -7,19 +7,14 @@ Decided once, in front of vLLM's own checks, and kept as plain values under ``gr
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from graphcap import __version__
 from graphcap.buckets import BucketLadder
 from graphcap.hosts.vllm import norms_cpu
+from graphcap.hosts.vllm.choice import KEY, Choice
+from graphcap.hosts.vllm.obstacles import obstacles
 from graphcap.settings import Settings
-
-logger = logging.getLogger(__name__)
-
-KEY = "graphcap"
 
 MIXED_SIZES = (
     *(16, 32, 64, 96, 128, 192, 256, 384, 512, 768),
@@ -37,105 +32,6 @@ _MIXED_FULL = frozenset({"TRITON_ATTN"})
 _MIXED_FULL_ON_HOPPER = frozenset({"FLASH_ATTN", ""})
 """Attention backends whose full graphs serve mixed batches; FlashAttention's does in version 3, which is
 Hopper's, where it is also vLLM's default."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What the plugin decided for one engine.
-
-    Attributes:
-        taken: decode steps are graphcap's.
-        why_not: where it is not taken, what stands in the way.
-        mixed: how mixed prefill-decode batches run: ``full`` (graphcap records them as well),
-            ``piecewise`` (vLLM's own compiled pieces), ``eager``.
-        decode: sizes of the ladder, in sequences.
-        mixed_tokens: sizes of the mixed ladder, in tokens; empty unless `mixed` is ``full``.
-        chosen: what the plugin set, in vLLM's words.
-        left_alone: what the user had set, and the plugin did not touch.
-        recorder: ``cuda``, or ``tape``, which needs the model uncompiled.
-        version: graphcap's, so that the compile hash follows it.
-        kernels: what GRAPHCAP_KERNELS asks for: the traced model may depend on it.
-    """
-
-    taken: bool
-    why_not: tuple[str, ...] = ()
-    mixed: str = "eager"
-    decode: tuple[int, ...] = ()
-    mixed_tokens: tuple[int, ...] = ()
-    chosen: tuple[str, ...] = ()
-    left_alone: tuple[str, ...] = ()
-    recorder: str = "cuda"
-    version: str = __version__
-    kernels: str = "auto"
-
-    def to_plain(self) -> dict[str, Any]:
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
-
-    @classmethod
-    def of(cls, vllm_config: Any) -> Choice | None:
-        """The choice made for `vllm_config`; None where the plugin has not seen it."""
-        extra = getattr(vllm_config, "additional_config", None)
-        plain = extra.get(KEY) if isinstance(extra, Mapping) else None
-        if plain is None:
-            return None
-        fields: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()
-        }
-        return cls(**fields)
-
-    def text(self) -> str:
-        if not self.taken:
-            return f"graphcap leaves this engine to vLLM: {'; '.join(self.why_not)}"
-        parts = [f"decode buckets {_short(self.decode)}", f"mixed batches: {self.mixed}"]
-        if self.chosen:
-            parts.append("set " + ", ".join(self.chosen))
-        if self.left_alone:
-            parts.append("left as the user set it: " + ", ".join(self.left_alone))
-        return "graphcap takes the decode step: " + "; ".join(parts)
-
-
-def _of_model(present: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda config: config.model_config is not None and present(config.model_config)
-
-
-def _of_parallel(name: str, least: int = 1) -> Callable[[Any], Any]:
-    """A field that a version may lack: a switch, or a size from `least` on."""
-    return lambda config: (getattr(config.parallel_config, name, 0) or 0) >= least
-
-
-OBSTACLES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
-    ("an engine without a model", lambda config: config.model_config is None),
-    ("speculative decoding", lambda config: config.speculative_config is not None),
-    ("LoRA adapters", lambda config: config.lora_config is not None),
-    ("pipeline parallelism", _of_parallel("pipeline_parallel_size", 2)),
-    ("data parallelism", _of_parallel("data_parallel_size", 2)),
-    ("expert parallelism", _of_parallel("enable_expert_parallel")),
-    ("expert load balancing (EPLB)", _of_parallel("enable_eplb")),
-    ("dual batch overlap (DBO)", _of_parallel("enable_dbo")),
-    ("context parallelism (DCP)", _of_parallel("decode_context_parallel_size", 2)),
-    ("context parallelism (PCP)", _of_parallel("prefill_context_parallel_size", 2)),
-    (
-        "a KV transfer connector",
-        lambda config: getattr(config, "kv_transfer_config", None) is not None,
-    ),
-    (
-        "KV cache offloading",  # vLLM makes a connector of it, in its own checks
-        lambda config: getattr(config.cache_config, "kv_offloading_size", None) is not None,
-    ),
-    ("weight offloading", lambda config: _offloads(config)),
-    ("an encoder-decoder model", _of_model(lambda m: getattr(m, "is_encoder_decoder", False))),
-    (
-        "a pooling model",
-        _of_model(lambda m: getattr(m, "runner_type", "generate") != "generate"),
-    ),
-    ("--enforce-eager (no graphs were asked for)", _of_model(lambda m: m.enforce_eager)),
-)
-"""Features for which graphcap leaves an engine to vLLM: the name, and whether a `VllmConfig` has it."""
-
-
-def obstacles(config: Any) -> list[str]:
-    """The names in `OBSTACLES` of what `config` has."""
-    return [name for name, present in OBSTACLES if present(config)]
 
 
 def decide(config: Any, settings: Settings, *, device: str, hopper: bool) -> Choice:
@@ -327,18 +223,3 @@ def _user_set(compilation: Any) -> tuple[str, ...]:
 
 def _name(value: Any) -> str | None:
     return getattr(value, "name", None)
-
-
-def _offloads(config: Any) -> bool:
-    offload = getattr(config, "offload_config", None)
-    if offload is not None:
-        uva = getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0) or 0
-        group = getattr(getattr(offload, "prefetch", None), "offload_group_size", 0) or 0
-        return bool(uva or group)
-    return bool(getattr(config.cache_config, "cpu_offload_gb", 0))
-
-
-def _short(sizes: tuple[int, ...]) -> str:
-    if len(sizes) <= 6:
-        return ", ".join(map(str, sizes))
-    return f"{', '.join(map(str, sizes[:4]))} … {sizes[-1]} ({len(sizes)})"

@@ -2,7 +2,7 @@
 
 Two managers share one pool and one recorder: *decode* (one new token for each sequence; a bucket is a
 number of sequences) and, where mixed batches are recorded too, *mixed* (a bucket is a number of
-tokens). The model runner decides when a phase of the capture happens; see `runner_v1`, `runner_v2`.
+tokens). The model runner decides when a phase of the capture happens; see `capture_v1`, `runner_v2`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from graphcap.buckets import BucketLadder
 from graphcap.errors import StaleRecordingError
-from graphcap.hosts.vllm.config import Choice
+from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.experts import PooledExperts
 from graphcap.hosts.vllm.inputs import EngineInputs
 from graphcap.hosts.vllm.reporting import Reporter
@@ -36,11 +36,6 @@ Forward = Callable[[], torch.Tensor]
 """The model's forward pass over the engine's buffers of one bucket."""
 
 DECODE, MIXED = "decode", "mixed"
-
-MIXED_RUN_EAGERLY = (
-    "mixed prefill-decode batches run eagerly: the attention backend turned out to record "
-    "decode batches only; set compilation_config mode=3 to have vLLM compile them"
-)
 
 
 class EngineCapture:
@@ -241,6 +236,14 @@ def _as_dispatched(choice: Choice, buckets: Iterable[tuple[str, int]]) -> Choice
         mixed=mixed,
         decode=tuple(sorted(sizes[DECODE])),
         mixed_tokens=tuple(sorted(sizes[MIXED])),
+    )
+
+
+def warn_of_eager_mixed_batches() -> None:
+    """The attention backend cannot record what was to be recorded whole, which only vLLM finds out."""
+    logger.warning(
+        "mixed prefill-decode batches run eagerly: the attention backend turned out to record "
+        "decode batches only; set compilation_config mode=3 to have vLLM compile them"
     )
 
 

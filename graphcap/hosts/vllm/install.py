@@ -7,8 +7,8 @@ import logging
 from typing import Any
 
 from graphcap.hosts.vllm import versions
+from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.config import (
-    Choice,
     apply_after_on_cpu,
     apply_before,
     decide,

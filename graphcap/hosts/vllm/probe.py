@@ -134,7 +134,7 @@ def _choice_for(model: str, max_num_seqs: int | None) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from graphcap.hosts.vllm.config import Choice
+    from graphcap.hosts.vllm.choice import Choice
 
     given = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
     try:

@@ -19,8 +19,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from graphcap.hosts.vllm.capture_v1 import capture_full, finish_capture
 from graphcap.hosts.vllm.patching import wrap
-from graphcap.hosts.vllm.runner_v1 import StepWrapper, _taken, capture_full, finish_capture
+from graphcap.hosts.vllm.wrapper_v1 import StepWrapper, taken
 from graphcap.recorders.base import garbage_collection_held
 from graphcap.recorders.bindings import implemented_by
 
@@ -28,7 +29,7 @@ from graphcap.recorders.bindings import implemented_by
 def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Why: this runner has a load_model of its own, which wraps nothing."""
     result = original(self, *args, **kwargs)
-    if _taken(self.vllm_config) is not None and not isinstance(self.model, StepWrapper):
+    if taken(self.vllm_config) is not None and not isinstance(self.model, StepWrapper):
         self.model = StepWrapper(self.model, self.vllm_config, self)
     return result
 
@@ -63,7 +64,7 @@ def _capture(runner: Any, wrapper: StepWrapper, verify_buckets: bool = True) -> 
 
 def _support(original: Any, cls: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     """Why: the backend says that no graph can hold it; on the tape it does not have to be held."""
-    choice = _taken(vllm_config)
+    choice = taken(vllm_config)
     if choice is None:
         return original(cls, vllm_config, *args, **kwargs)
     if choice.mixed == "full":

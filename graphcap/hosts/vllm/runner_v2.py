@@ -24,8 +24,14 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from graphcap.errors import BackendError
 from graphcap.hosts.vllm import ahead
-from graphcap.hosts.vllm.config import Choice
-from graphcap.hosts.vllm.engine import DECODE, MIXED, MIXED_RUN_EAGERLY, EngineCapture, row_slots
+from graphcap.hosts.vllm.choice import Choice
+from graphcap.hosts.vllm.engine import (
+    DECODE,
+    MIXED,
+    EngineCapture,
+    row_slots,
+    warn_of_eager_mixed_batches,
+)
 from graphcap.hosts.vllm.patching import wrap
 from graphcap.recorders.base import garbage_collection_held
 from graphcap.settings import Settings
@@ -171,7 +177,7 @@ def _init_candidates(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
     if choice is None or choice.mixed != "full":
         return result
     if self.cudagraph_mode != CUDAGraphMode.FULL:
-        logger.warning(MIXED_RUN_EAGERLY)
+        warn_of_eager_mixed_batches()
         return result
     full = CUDAGraphMode.FULL
     decode = [

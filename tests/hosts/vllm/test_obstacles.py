@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from graphcap.hosts.vllm.config import OBSTACLES, obstacles
+from graphcap.hosts.vllm.obstacles import OBSTACLES, obstacles
 
 MODEL = SimpleNamespace(is_encoder_decoder=False, runner_type="generate", enforce_eager=False)
 PLAIN = SimpleNamespace(
