@@ -7,9 +7,10 @@ on every load and lanes that load nothing. How much that is was not measured for
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from graphcap.buckets import BucketLadder
+from graphcap.moe.experts import block_size_m, few_pairs, sorted_length
+from graphcap.moe.kernels import has_triton
 from graphcap.moe.slow_shapes import ALIGNED, NOT_INSTALLED, UNALIGNED, ExpertShape, Finding
 
 MOST_TOKENS = 64
@@ -26,13 +27,13 @@ def triton_findings(shape: ExpertShape) -> list[Finding]:
     """
     what = f"E {shape.num_experts}, H {shape.hidden_size}, I {shape.inner}"
     ladder = tuple(BucketLadder.up_to(MOST_TOKENS))
+    if not has_triton():
+        detail = "graphcap's kernels, which choose the tiles, need Triton 3.0: pip install triton"
+        return [Finding("triton", what, NOT_INSTALLED, detail)]
     found: dict[Product, list[int]] = {}
-    try:
-        for tokens in ladder:
-            for product in _products(shape, tokens):
-                found.setdefault(product, []).append(tokens)
-    except ImportError:
-        return [Finding("triton", what, NOT_INSTALLED, "pip install triton shows the tiles")]
+    for tokens in ladder:
+        for product in _products(shape, tokens):
+            found.setdefault(product, []).append(tokens)
     return [_finding(product, _spoken(tokens, ladder)) for product, tokens in found.items()]
 
 
@@ -41,14 +42,14 @@ Product = tuple[str, str, int, int, int, int]
 
 
 def _products(shape: ExpertShape, tokens: int) -> Iterable[Product]:
-    from graphcap.moe.experts import block_size_m, few_pairs, sorted_length
+    # Only here: these modules import Triton.
+    from graphcap.moe.kernels.triton_gemm import expert_tile
+    from graphcap.moe.kernels.triton_pairs import down_tile, gate_up_tile
 
-    gemm: Any = _module("triton_gemm")
-    pairs_module: Any = _module("triton_pairs")
     hidden, inner = shape.hidden_size, shape.inner
     if few_pairs(tokens, shape.top_k, shape.num_experts):
-        up = pairs_module.gate_up_tile(hidden, ITEMSIZE)
-        down = pairs_module.down_tile(tokens, shape.top_k, inner, ITEMSIZE)
+        up = gate_up_tile(hidden, ITEMSIZE)
+        down = down_tile(tokens, shape.top_k, inner, ITEMSIZE)
         yield ("by pair", "gate and up", hidden, inner, up.depth, up.rows)
         yield ("by pair", "down", inner, hidden, down.depth, down.rows)
         return
@@ -56,15 +57,8 @@ def _products(shape: ExpertShape, tokens: int) -> Iterable[Product]:
     block = block_size_m(tokens)
     blocks = -(-sorted_length(pairs, shape.num_experts, block) // block)
     for product, n, k in (("gate and up", 2 * inner, hidden), ("down", hidden, inner)):
-        tile = gemm.expert_tile(pairs, blocks, n, k, ITEMSIZE, block)
+        tile = expert_tile(pairs, blocks, n, k, ITEMSIZE, block)
         yield ("by expert", product, k, n, tile.k, tile.n)
-
-
-def _module(name: str) -> Any:
-    from importlib import import_module
-
-    import_module("triton")  # or the error below would be that of another missing module
-    return import_module(f"graphcap.moe.kernels.{name}")
 
 
 def _spoken(tokens: Sequence[int], ladder: Sequence[int]) -> str:
