@@ -97,7 +97,7 @@ def choose_backend(wanted: str, device: torch.device) -> Backend:
         if version is None:
             raise BackendError(
                 "GRAPHCAP_KERNELS=triton: Triton is missing, broken or older than 3.0; "
-                "pip install triton, or use auto"
+                "pip install triton, or use auto or reference"
             )
         if device.type == "cpu" and not _interpreting():
             raise BackendError(
