@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from transformers_version import down_projections, rope
+from transformers_version import AS_SAVED, down_projections, rope
 
 VOCAB = 160
 TOKENS = 32
@@ -116,7 +116,9 @@ def save(model: Qwen3MoeForCausalLM, folder: Path, shard: str | None = None) -> 
 
 
 def load_reference(folder: Path) -> Qwen3MoeForCausalLM:
-    return Qwen3MoeForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    return Qwen3MoeForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", **AS_SAVED
+    ).eval()
 
 
 @dataclass(frozen=True)

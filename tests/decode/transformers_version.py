@@ -15,6 +15,9 @@ needs_5 = pytest.mark.skipif(
     not IS_5, reason=f"needs the modules of transformers 5, found {transformers.__version__}"
 )
 
+AS_SAVED: dict[str, Any] = {} if IS_5 else {"torch_dtype": "auto"}
+"""The arguments of from_pretrained that keep the dtype of a checkpoint."""
+
 
 def rope(theta: float) -> dict[str, Any]:
     """The arguments of Qwen3MoeConfig for default RoPE."""
