@@ -161,6 +161,9 @@ def chosen_experts(
             seen[index] = ([], [])
 
             def hook(_: Any, __: Any, output: Any, index: int = index) -> None:
+                if isinstance(output, torch.Tensor):  # transformers 4: the router only multiplies
+                    top_k = model.config.num_experts_per_tok
+                    output = (output, None, output.float().softmax(-1).topk(top_k).indices)
                 seen[index][0].append(output[0].float())
                 seen[index][1].append(output[2])
 
