@@ -319,7 +319,9 @@ class StaticInputs:
         for name, slot in self.slots.items():
             start, end = self._spans[name]
             shape = (self.max_batch, *slot.row_shape)
-            pads[start:end].view(slot.dtype).fill_(slot.pad.value)
+            # Copied: fill_ knows no float8 before torch 2.2.
+            pad = torch.tensor(slot.pad.value, dtype=slot.dtype, device="cpu")
+            pads[start:end].view(slot.dtype).copy_(pad)
             rows[start // word : end // word].view(self.max_batch, -1).copy_(
                 torch.arange(self.max_batch, dtype=torch.int32, device="cpu")[:, None]
             )

@@ -367,7 +367,11 @@ class CaptureLife:
             slots_bytes=sum(t.nbytes for t in self.inputs.pinned.values()),
             seconds=seconds,
             census=None if largest is None else captured.recordings[largest].census(),
-            notes=(*self._verifier.notes, *filter(None, [self._unwatched_note])),
+            notes=(
+                *filter(None, [self.recorder.why]),
+                *self._verifier.notes,
+                *filter(None, [self._unwatched_note]),
+            ),
         )
 
     def _write_report(self, path: Path) -> None:

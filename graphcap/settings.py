@@ -33,6 +33,7 @@ class Settings:
         strict: every fallback is an error.
         pool_mib: the largest pool that may be planned, in MiB; None: no limit.
         report: where to write the capture report as JSON; None: nowhere.
+        nvtx: mark the parts of MoE layers as NVTX ranges.
     """
 
     enabled: bool = False
@@ -44,6 +45,7 @@ class Settings:
     strict: bool = False
     pool_mib: float | None = None
     report: Path | None = None
+    nvtx: bool = False
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -95,6 +97,7 @@ class Settings:
             "GRAPHCAP_STRICT": "1" if self.strict else "0",
             "GRAPHCAP_POOL_MIB": "unset" if self.pool_mib is None else f"{self.pool_mib:g}",
             "GRAPHCAP_REPORT": "unset" if self.report is None else str(self.report),
+            "GRAPHCAP_NVTX": "1" if self.nvtx else "0",
         }[name]
 
 
@@ -191,4 +194,7 @@ VARIABLES = (
     Variable("GRAPHCAP_STRICT", "1 makes every fallback an error", _switch("strict")),
     Variable("GRAPHCAP_POOL_MIB", "refuse to plan a larger pool", _pool_mib),
     Variable("GRAPHCAP_REPORT", "write the capture report there as JSON", _report),
+    Variable(
+        "GRAPHCAP_NVTX", "1 marks router, top-k and fused MoE for a profiler", _switch("nvtx")
+    ),
 )

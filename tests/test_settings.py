@@ -20,6 +20,7 @@ GOOD = {
     "GRAPHCAP_VERIFY": "100",
     "GRAPHCAP_STRICT": "1",
     "GRAPHCAP_POOL_MIB": "2.5",
+    "GRAPHCAP_NVTX": "1",
 }
 
 
@@ -32,7 +33,7 @@ def test_every_variable_is_read(tmp_path: Path):
     report = tmp_path / "report.json"
     settings = Settings.from_env({**GOOD, "GRAPHCAP_REPORT": str(report)})
     assert settings == Settings(
-        True, "1,2,64", "tape", "reference", "capture", 100, True, 2.5, report
+        True, "1,2,64", "tape", "reference", "capture", 100, True, 2.5, report, True
     )
     assert set(settings.origins.values()) == {"environment"}
 
@@ -77,6 +78,7 @@ def test_origin_tells_default_from_environment():
         ("GRAPHCAP_POOL_MIB", "1e999"),
         ("GRAPHCAP_POOL_MIB", "12MB"),
         ("GRAPHCAP_REPORT", ""),
+        ("GRAPHCAP_NVTX", "on"),
         ("GRAPHCAP_REPORT", "/no-such-folder/report.json"),
         ("GRAPHCAP_REPORT", "~no-such-user/report.json"),
         ("GRAPHCAP_REPORT", "a" * 5000),

@@ -78,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
     from graphcap.decode.decoder import Decoder, EagerDecoder
     from graphcap.decode.kernels import decode_kernels
     from graphcap.moe.kernels import choose_backend
+    from graphcap.moe.ranges import nvtx_ranges
 
     settings = settings_with(recorder=options.recorder, buckets=options.buckets)
     device = default_device()
@@ -106,6 +107,7 @@ def run(options: argparse.Namespace) -> int:
             dtype=weights.dtype,
         ),
         kernels,
+        nvtx_ranges(settings),
     )
     with progress_bar("decoding eagerly"):
         eager.decode(prompts, 2)  # compiles kernels, fills caches

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from graphcap.cli import doctor_vllm
+from graphcap.cli import doctor_shapes, doctor_vllm
 from graphcap.cli.options import default_device, print_json
 
 VENDOR_VARIABLES = (
@@ -33,11 +33,14 @@ def add_to(commands: Any) -> None:
         "variable with its origin. Exit code 1 if something that was asked for is not to be had.",
     )
     doctor_vllm.add_to(parser)
+    doctor_shapes.add_to(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if doctor_shapes.is_asked(options):
+        return doctor_shapes.run(options)
     if doctor_vllm.is_asked(options):
         return doctor_vllm.run(options)
     import torch

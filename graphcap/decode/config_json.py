@@ -222,6 +222,29 @@ def parse_dtype(label: str, value: Any) -> torch.dtype:
     return DTYPES[name]
 
 
+def expert_fields(config: Mapping[str, Any], name: str) -> dict[str, int]:
+    """What a config.json says of its experts: num_experts, top_k, hidden_size, moe_intermediate_size.
+
+    Of any model whose config spells them as Qwen's do, also those that the decode step does not
+    compute (other attention, quantised weights, a text model inside another): nothing else is looked at.
+
+    Raises:
+        CheckpointError: a key is missing, or no positive integer. Names the key, what was found, the cure.
+    """
+    text = config.get("text_config")
+    read = _Reader({**config, **text} if isinstance(text, Mapping) else config, name)
+    try:
+        num_experts = read.integer("num_experts", "num_local_experts", minimum=0)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} Experts are looked for under Qwen's names.") from None
+    return {
+        "num_experts": num_experts,
+        "top_k": read.integer("num_experts_per_tok") if num_experts else 0,
+        "hidden_size": read.integer("hidden_size"),
+        "moe_intermediate_size": read.integer("moe_intermediate_size") if num_experts else 0,
+    }
+
+
 def shape_fields(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The arguments of `ModelShape` that a config.json describes.
 

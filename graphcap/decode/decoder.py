@@ -18,6 +18,7 @@ from graphcap.decode.weights import ModelWeights
 from graphcap.errors import InputError
 from graphcap.inputs import NUM_ROWS, StaticInputs
 from graphcap.manager import CaptureManager
+from graphcap.moe.ranges import Ranges, nvtx_ranges
 from graphcap.pool import BufferPool
 from graphcap.settings import Settings
 from graphcap.verify import Example
@@ -125,9 +126,15 @@ class EagerDecoder:
     This is the lean eager baseline: nothing of an engine around it, the same kernels as the replay.
     """
 
-    def __init__(self, weights: ModelWeights, cache: PagedCache, kernels: DecodeKernels) -> None:
+    def __init__(
+        self,
+        weights: ModelWeights,
+        cache: PagedCache,
+        kernels: DecodeKernels,
+        ranges: Ranges | None = None,
+    ) -> None:
         self.pool = BufferPool(weights.device)
-        self.step = DecodeStep(weights, cache, kernels, self.pool)
+        self.step = DecodeStep(weights, cache, kernels, self.pool, ranges)
         self.cache = cache
         self.slots: dict[str, torch.Tensor] = {}
 
@@ -192,7 +199,8 @@ class Decoder:
             dtype=weights.dtype,
         )
         self.pool = BufferPool(weights.device)
-        self.step = DecodeStep(weights, self.cache, kernels, self.pool)
+        settings = Settings.from_env() if settings is None else settings
+        self.step = DecodeStep(weights, self.cache, kernels, self.pool, nvtx_ranges(settings))
         self.inputs = StaticInputs(
             max_batch, decode_slots(self.cache.blocks_per_sequence), weights.device
         )

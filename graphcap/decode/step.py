@@ -15,6 +15,7 @@ from graphcap.decode.kernels import DecodeKernels
 from graphcap.decode.weights import DenseWeights, ExpertWeights, LayerWeights, ModelWeights
 from graphcap.inputs import PadPolicy, Slot
 from graphcap.moe.experts import RoutedExperts
+from graphcap.moe.ranges import Ranges
 from graphcap.pool import BufferPool
 
 
@@ -45,6 +46,7 @@ class DecodeStep:
         cache: keys and values; shared, not owned. Writing a token twice is the same as once.
         kernels: the kernel backend.
         pool: where every intermediate comes from.
+        ranges: marks the parts of MoE layers for a profiler; None: nothing is called.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class DecodeStep:
         cache: PagedCache,
         kernels: DecodeKernels,
         pool: BufferPool,
+        ranges: Ranges | None = None,
     ) -> None:
         shape = weights.shape
         self.weights = weights
@@ -76,6 +79,7 @@ class DecodeStep:
                 layer.mlp.down,
                 top_k=shape.top_k,
                 renormalize=shape.norm_topk_prob,
+                ranges=ranges,
             )
             if isinstance(layer.mlp, ExpertWeights)
             else None

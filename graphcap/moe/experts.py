@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from graphcap.moe.kernels import ExpertKernels, PairKernels
+from graphcap.moe.ranges import FUSED_MOE, FUSED_MOE_WITH_TOP_K, ROUTER, TOP_K, Ranges
 from graphcap.pool import BufferPool
 
 
@@ -59,6 +60,7 @@ class RoutedExperts:
         down: (E, H, I).
         top_k: experts of each token.
         renormalize: make the top-k weights of a token sum to 1.
+        ranges: marks router, top-k and the rest; None: nothing is called.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class RoutedExperts:
         *,
         top_k: int,
         renormalize: bool,
+        ranges: Ranges | None = None,
     ) -> None:
         self.router = router
         self.gate_up = gate_up
@@ -82,6 +85,14 @@ class RoutedExperts:
         self._kernels = kernels
         self._gemm1 = kernels.expert_gemm.named("fused_moe w1")
         self._gemm2 = kernels.expert_gemm.named("fused_moe w2")
+        self._run_router = self._run_top_k = pool.run
+        if ranges is not None:  # decided here, so that a step without ranges asks nothing
+            self._run_router = ranges.around(ROUTER, pool.run)
+            self._run_top_k = ranges.around(TOP_K, pool.run)
+            self._by_expert = ranges.around(FUSED_MOE, self._by_expert)  # type: ignore[method-assign]
+            self._by_pair = ranges.around(  # type: ignore[method-assign]
+                FUSED_MOE_WITH_TOP_K, self._by_pair
+            )
 
     def __call__(self, hidden: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor) -> None:
         """out (M, H) = the weighted sum of each token's experts; zeros for padding rows.
@@ -95,13 +106,15 @@ class RoutedExperts:
         pool, kernels = self._pool, self._kernels
         tokens, top_k = hidden.shape[0], self.top_k
         logits = pool.take("router_logits", (tokens, self.num_experts), torch.float32)
-        pool.run(kernels.router_gemm, hidden, self.router, logits)
+        self._run_router(kernels.router_gemm, hidden, self.router, logits)
         weights = pool.take("topk_weights", (tokens, top_k), torch.float32)
         ids = pool.take("topk_ids", (tokens, top_k), torch.int32)
         if kernels.pairs is not None and few_pairs(tokens, top_k, self.num_experts):
             self._by_pair(kernels.pairs, hidden, row_ids, logits, weights, ids, out)
         else:
-            self._by_expert(hidden, row_ids, logits, weights, ids, out)
+            self._run_top_k(kernels.topk_softmax, logits, row_ids, weights, ids, self.renormalize)
+            pool.release("router_logits")
+            self._by_expert(hidden, weights, ids, out)
         pool.release("topk_weights", "topk_ids")
 
     def _by_pair(
@@ -125,21 +138,16 @@ class RoutedExperts:
     def _by_expert(
         self,
         hidden: torch.Tensor,
-        row_ids: torch.Tensor,
-        logits: torch.Tensor,
         weights: torch.Tensor,
         ids: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Writes `weights`, `ids` and `out`; releases the logits."""
+        """Writes `out`."""
         pool, kernels = self._pool, self._kernels
         tokens, top_k = ids.shape
         pairs = tokens * top_k
         block = block_size_m(tokens)
         length = sorted_length(pairs, self.num_experts, block)
-        pool.run(kernels.topk_softmax, logits, row_ids, weights, ids, self.renormalize)
-        pool.release("router_logits")
-
         sorted_ids = pool.take("sorted_token_ids", (length,), torch.int32)
         expert_ids = pool.take("expert_ids", (-(-length // block),), torch.int32)
         padded_count = pool.take("padded_token_count", (1,), torch.int32)

@@ -47,6 +47,8 @@ class Recorder(ABC):
     """Makes recordings. Close it after the recordings that it made."""
 
     name: str
+    why: str | None = None
+    """Why it is this recorder, where the device might have let expect another; for reports."""
     generators: tuple[torch.Generator, ...] = ()
     """Random generators of the step's own that its recordings draw from."""
     watched: bool = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import traceback
 import weakref
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from graphcap.recorders.base import (
 )
 from graphcap.recorders.graph_nodes import GraphReader
 from graphcap.recorders.guard import StepGuard
+from graphcap.recorders.probe import TorchCapture, end_allocation_to, run_probe
 from graphcap.recorders.source import raising_line
 from graphcap.recorders.tape import dispatch_row, storage_key, tensors_in
 
@@ -232,7 +232,7 @@ class CudaRecorder(Recorder):
                 # The driver had given the capture up. torch then leaves the allocator recording to
                 # the graph's pool, for good: later recordings get another pool.
                 logger.debug("ending the broken capture: %s", error)
-                _end_allocation_to(self._pool, self.device)
+                end_allocation_to(self._pool, self.device)
                 self._pool = torch.cuda.graph_pool_handle()
         try:
             graph.reset()
@@ -240,49 +240,15 @@ class CudaRecorder(Recorder):
             logger.debug("resetting the broken graph: %s", error)
         torch.cuda.synchronize(self.device)
         # The random generators still expect a capture; one that succeeds frees them of that.
-        probe_capture_once(self.device)
+        probe = run_probe(TorchCapture(self.device))
+        if not probe.works:
+            raise RuntimeError(
+                f"{self.device} captures no more after a broken capture: {probe.detail}"
+            )
         torch.cuda.empty_cache()
 
     def close(self) -> None:
         self._pool = None
-
-
-def _end_allocation_to(pool: Any, device: torch.device) -> None:
-    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    if end is None:  # its name in torch before 2.6
-        end = getattr(torch._C, "_cuda_endAllocateCurrentStreamToPool", None)
-    if end is None:
-        return
-    try:
-        end(device.index or 0, pool)
-    except RuntimeError as error:  # it had ended already
-        logger.debug("ending allocation to the graph pool: %s", error)
-
-
-def probe_capture_once(device: torch.device) -> float:
-    """Capture and replay a graph of one kernel. Returns the time it took in milliseconds.
-
-    Raises:
-        RuntimeError: as the driver or torch raised it: capture does not work on this device.
-    """
-    started = time.perf_counter()
-    value = torch.zeros(1, device=device)
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            value.add_(1)
-        finally:
-            graph.capture_end()
-        graph.replay()
-        graph.replay()
-    stream.synchronize()
-    if value.item() != 2:
-        raise RuntimeError(f"two replays of a graph that adds 1 gave {value.item()}, expected 2")
-    graph.reset()
-    return (time.perf_counter() - started) * 1e3
 
 
 def _explained(error: Exception, bucket: int, line: str) -> CaptureError:

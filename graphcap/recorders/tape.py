@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from graphcap.census import Call, Census
 from graphcap.errors import CaptureError, StateError
@@ -94,7 +95,7 @@ class TapeTrace(StepGuard):
                 self.own_bytes += tensor.untyped_storage().nbytes()
         if written or func._schema.is_mutable:
             if fresh:  # it changes an argument and returns new storage as well
-                again = partial(run_and_copy, func, args, kwargs, _results(result))
+                again = partial(run_and_copy, func, args, kwargs, _results(_kept(result)))
                 self._append(func, again, allocates=True)
             else:
                 self._append(func, repeatable(func, args, kwargs), allocates=False)
@@ -108,7 +109,7 @@ class TapeTrace(StepGuard):
             return result
         if not fresh and func.namespace == "aten" and not _has_effect(func):
             return result  # a view, or a query
-        call, allocates = out_call(func, args, kwargs, result)
+        call, allocates = out_call(func, args, kwargs, _kept(result))
         if call is not None:
             self._append(func, call, allocates=allocates)
         return result
@@ -225,6 +226,17 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
     elif isinstance(value, dict):
         yield from tensors_in(list(value.values()))
+
+
+def _kept(result: Any) -> Any:
+    """`result` for the tape to hold: in inference mode other tensors of the same memory.
+
+    Before torch 2.2 a factory (``torch.zeros``) gives its new tensor a version counter on the way back to
+    the step, unless nobody else holds it, and an inference tensor takes none.
+    """
+    if not torch.is_inference_mode_enabled():
+        return result
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
 
 def _results(result: Any) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers_version import AS_SAVED, down_projections, rope
 
 VOCAB = 160
 TOKENS = 32
@@ -28,7 +29,7 @@ BASE: dict[str, Any] = {
     "norm_topk_prob": True,
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    **rope(1000.0),
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,  # no token ends a sequence: all decode to the end
@@ -91,7 +92,8 @@ def _clear_experts(model: Qwen3MoeForCausalLM, generator: torch.Generator) -> No
             layer.self_attn.o_proj.bias[:experts] = 0
         layer.post_attention_layernorm.weight[:experts] = 1
         if hasattr(layer.mlp, "experts"):
-            layer.mlp.experts.down_proj[:, :experts] = 0
+            for down in down_projections(layer.mlp.experts):
+                down[:experts] = 0
             router = layer.mlp.gate.weight
             router *= 0.1
             order = torch.randperm(experts, generator=generator)
@@ -114,7 +116,9 @@ def save(model: Qwen3MoeForCausalLM, folder: Path, shard: str | None = None) -> 
 
 
 def load_reference(folder: Path) -> Qwen3MoeForCausalLM:
-    return Qwen3MoeForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    return Qwen3MoeForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", **AS_SAVED
+    ).eval()
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,9 @@ def chosen_experts(
             seen[index] = ([], [])
 
             def hook(_: Any, __: Any, output: Any, index: int = index) -> None:
+                if isinstance(output, torch.Tensor):  # transformers 4: the router only multiplies
+                    top_k = model.config.num_experts_per_tok
+                    output = (output, None, output.float().softmax(-1).topk(top_k).indices)
                 seen[index][0].append(output[0].float())
                 seen[index][1].append(output[2])
 

@@ -21,6 +21,7 @@ from checkpoint_files import (
 )
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers_version import needs_5, rope
 
 from graphcap.decode.safetensors_files import INDEX, SINGLE
 from graphcap.decode.save_checkpoint import save_checkpoint
@@ -57,6 +58,7 @@ def assert_equals_model(weights: ModelWeights, model: Qwen3MoeForCausalLM) -> No
             assert torch.equal(ours.mlp.down, mlp.down_proj.weight)
 
 
+@needs_5
 @variants
 @dtypes
 @pytest.mark.parametrize("shard", [None, 20_000])
@@ -74,7 +76,7 @@ def test_loads_what_transformers_saved(
         head_dim=shape.head_dim,
         max_position_embeddings=shape.max_position_embeddings,
         rms_norm_eps=shape.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        **rope(shape.rope_theta),
         attention_bias=shape.attention_bias,
         decoder_sparse_step=shape.decoder_sparse_step,
         moe_intermediate_size=shape.moe_intermediate_size,
@@ -97,6 +99,7 @@ def test_loads_what_transformers_saved(
     assert_equals_model(weights, model)
 
 
+@needs_5
 @variants
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 20_000])
 def test_transformers_loads_what_we_saved(

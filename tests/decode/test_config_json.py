@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from shape_data import QWEN3_30B_A3B, config, shapes, without
 from transformers import Qwen3MoeConfig
+from transformers_version import dtype_named, rope
 
 from graphcap.decode.save_checkpoint import config_of
 from graphcap.decode.shapes import ModelShape, preset
@@ -39,7 +40,7 @@ def test_config_written_by_transformers(bias: bool) -> None:
         head_dim=10,
         max_position_embeddings=77,
         rms_norm_eps=3e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 12345.0},
+        **rope(12345.0),
         attention_bias=bias,
         decoder_sparse_step=2,
         moe_intermediate_size=24,
@@ -49,7 +50,7 @@ def test_config_written_by_transformers(bias: bool) -> None:
         mlp_only_layers=[2],
         tie_word_embeddings=bias,
         eos_token_id=[7, 9],
-        dtype="float16",
+        **dtype_named("float16"),
         architectures=["Qwen3MoeForCausalLM"],
     )
     assert ModelShape.from_config(

@@ -32,6 +32,7 @@ from reference_models import (
     reference,
     save,
 )
+from transformers_version import IS_5
 
 from graphcap.buckets import BucketLadder
 from graphcap.decode.cache import NULL_BLOCK, PagedCache
@@ -191,6 +192,8 @@ def assert_clear(
 @cases
 @dtypes
 def test_tokens_and_logits(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    if case == "tied" and dtype == torch.bfloat16 and not IS_5:
+        pytest.skip("its seed was chosen for the order in which transformers 5 has its parameters")
     model = make_model(SEEDS.get(case, 1), dtype, dtype == torch.bfloat16, **CASES[case])
     folder = save(model, tmp_path / "model", "100KB" if case == "shards" else None)
     assert (folder / INDEX).exists() == (case == "shards")

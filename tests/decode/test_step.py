@@ -12,6 +12,7 @@ from decoders import KERNELS, batch_at, draw_weights, make_cache, make_decoder, 
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+from transformers_version import rope
 
 from graphcap.decode.cache import NULL_BLOCK
 from graphcap.decode.decoder import EagerDecoder
@@ -311,9 +312,7 @@ def test_only_matrix_products_in_bfloat16_allocate() -> None:
 @dtypes
 @pytest.mark.parametrize(("dim", "theta"), [(2, 10.0), (16, 1e4), (128, 1e6)])
 def test_rotary_table_is_transformers(dim: int, theta: float, dtype: torch.dtype) -> None:
-    config = Qwen3MoeConfig(
-        head_dim=dim, rope_parameters={"rope_type": "default", "rope_theta": theta}
-    )
+    config = Qwen3MoeConfig(head_dim=dim, **rope(theta))
     positions = torch.arange(5000)
     theirs = Qwen3MoeRotaryEmbedding(config)(torch.empty(1, dtype=dtype), positions[None])
     ours = rotary_table(dim, theta, 5000, device="cpu", dtype=dtype)

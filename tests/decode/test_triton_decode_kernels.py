@@ -16,6 +16,8 @@ from triton_support import (
     sizes,
 )
 
+pytest.importorskip("triton", minversion="3.0")
+
 from graphcap.decode.kernels import triton as kernels
 from graphcap.decode.kernels.triton_attention import MAX_SPLITS, split_count
 from graphcap.decode.kernels.triton_sampling import TILE, argmax_splits

@@ -46,6 +46,29 @@ def test_what_cannot_be_had_is_refused(without_triton: None):
             choose_backend(name, CUDA)
 
 
+def test_a_triton_that_is_too_old_counts_as_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    class Old:
+        __version__ = "2.1.0"
+
+        @staticmethod
+        def dot(input, other, allow_tf32=True):
+            """tl.dot as Triton 2.1 has it."""
+
+    kernels._triton_version.cache_clear()
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernels, "import_module", lambda name: Old)
+    try:
+        with caplog.at_level(logging.WARNING, logger="graphcap"):
+            assert choose_backend("auto", CUDA).name == "reference"
+            with pytest.raises(BackendError, match=r"older than 3\.0"):
+                choose_backend("triton", CUDA)
+        assert "Triton 2.1.0 is too old for graphcap's kernels" in caplog.text
+    finally:
+        kernels._triton_version.cache_clear()
+
+
 def test_a_broken_triton_counts_as_missing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from triton_support import DEVICE, DTYPES, assert_close, generator, normal, poisoned, sizes
 
+pytest.importorskip("triton", minversion="3.0")
+
 from graphcap.moe.kernels import triton as kernels
 from graphcap.moe.kernels.triton_align import PAIRWISE_MAX
 from graphcap.moe.kernels.triton_gemm import PROGRAMS_WANTED, ROWWISE_MAX, expert_tile, router_tile

@@ -9,6 +9,8 @@ import pytest
 import torch
 from triton_support import DEVICE, DTYPES, ON_GPU, assert_close, normal, poisoned, run, sizes
 
+pytest.importorskip("triton", minversion="3.0")
+
 from graphcap.moe.experts import RoutedExperts, few_pairs
 from graphcap.moe.kernels import Backend, expert_kernels, triton_pairs
 from graphcap.moe.kernels import triton as kernels

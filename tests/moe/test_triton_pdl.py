@@ -8,6 +8,8 @@ import pytest
 import torch
 from triton_support import DEVICE, ON_GPU
 
+pytest.importorskip("triton", minversion="3.0")
+
 from graphcap.moe.kernels import triton_pdl
 
 

@@ -18,6 +18,7 @@ import torch
 from graphcap.errors import BackendError
 from graphcap.moe.experts import RoutedExperts
 from graphcap.moe.kernels import ExpertKernels, choose_backend, expert_kernels
+from graphcap.moe.ranges import nvtx_ranges
 from graphcap.pool import BufferPool
 from graphcap.settings import Settings
 
@@ -48,6 +49,7 @@ class PooledExperts:
         self.kernels: ExpertKernels | None = None
         self.layers: Counter[str] = Counter()
         self._seen: set[int] = set()
+        self._ranges = nvtx_ranges(settings)
         wanted = settings.kernels
         if wanted == "vllm":
             self.why = "GRAPHCAP_KERNELS=vllm"
@@ -94,6 +96,7 @@ class PooledExperts:
             routed.w2_weight,
             top_k=routed.top_k,
             renormalize=bool(routed.renormalize),
+            ranges=self._ranges,
         )
         out = torch.empty_like(hidden)
         experts(hidden, slots[: hidden.shape[0]], out)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 
 import torch
 
@@ -54,14 +55,28 @@ class Backend:
 
 @cache
 def _triton_version() -> str | None:
-    """Triton's version; None where it is missing or its import fails, which is logged."""
+    """Triton's version; None where it is missing, too old or its import fails. The last two are logged."""
     if find_spec("triton") is None:
         return None
     try:
-        return str(import_module("triton").__version__)
+        found = str(import_module("triton").__version__)
+        dot = import_module("triton.language").dot
     except Exception as error:
         logger.warning("Triton is installed but cannot be imported: %s", error)
         return None
+    if "input_precision" not in signature(dot).parameters:
+        logger.warning(
+            "Triton %s is too old for graphcap's kernels: its tl.dot has no input_precision, expected "
+            "Triton 3.0 or newer",
+            found,
+        )
+        return None
+    return found
+
+
+def has_triton() -> bool:
+    """Whether graphcap's Triton kernels can be imported here."""
+    return _triton_version() is not None
 
 
 def choose_backend(wanted: str, device: torch.device) -> Backend:
@@ -81,7 +96,8 @@ def choose_backend(wanted: str, device: torch.device) -> Backend:
     if wanted == "triton":
         if version is None:
             raise BackendError(
-                "GRAPHCAP_KERNELS=triton: Triton cannot be imported; pip install triton, or use auto"
+                "GRAPHCAP_KERNELS=triton: Triton is missing, broken or older than 3.0; "
+                "pip install triton, or use auto or reference"
             )
         if device.type == "cpu" and not _interpreting():
             raise BackendError(
@@ -93,11 +109,11 @@ def choose_backend(wanted: str, device: torch.device) -> Backend:
         return Backend("reference", f"the device is {device.type}, which Triton does not serve")
     if version is None:
         logger.warning(
-            "Triton cannot be imported, so %s runs the reference kernels, which are made to be "
-            "right, not fast; pip install triton",
+            "Triton is missing, broken or older than 3.0, so %s runs the reference kernels, which are "
+            "made to be right, not fast; pip install triton",
             device,
         )
-        return Backend("reference", "Triton cannot be imported")
+        return Backend("reference", "Triton is missing, broken or older than 3.0")
     return Backend("triton", f"Triton {version} is there and the device is CUDA")
 
 
