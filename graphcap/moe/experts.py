@@ -2,6 +2,8 @@
 
 - By expert: router logits → top-k → align → GEMM 1 → SiLU·mul → GEMM 2 → merge. The pairs (token,
   expert) are grouped, so that the tokens of an expert share the reading of its weights.
+  A backend with a `FusedGemm` goes the same way with the buffer sizes and block sizes of vLLM's
+  fused-MoE interface, and keeps padding rows in (see `ixformer`).
 - By pair, where a backend has it and few pairs share an expert: router logits → gate and up → down.
 """
 
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from graphcap.moe.kernels import ExpertKernels, PairKernels
+from graphcap.moe.kernels import ExpertKernels, FusedGemm, PairKernels
+from graphcap.operations import Operation
 from graphcap.pool import BufferPool
 
 
@@ -22,6 +25,16 @@ def block_size_m(tokens: int) -> int:
     if tokens <= 16:
         return 16
     return 32 if tokens <= 64 else 64
+
+
+def fused_block_size(pairs: int) -> int:
+    """Rows of a block of a `FusedGemm`: 32 up to 64 pairs, 64 up to 1024, else 256.
+
+    Source: the choice of the vLLM fork for CoreX cards, which goes by ``topk_ids.numel()``.
+    """
+    if pairs <= 64:
+        return 32
+    return 64 if pairs <= 1024 else 256
 
 
 def sorted_length(pairs: int, num_experts: int, block: int) -> int:
@@ -80,17 +93,28 @@ class RoutedExperts:
         self.num_experts, self.hidden_size, self.intermediate_size = down.shape
         self._pool = pool
         self._kernels = kernels
-        self._gemm1 = kernels.expert_gemm.named("fused_moe w1")
-        self._gemm2 = kernels.expert_gemm.named("fused_moe w2")
+        gemm = kernels.expert_gemm if kernels.fused is None else kernels.fused.gemm
+        self._gemm1 = gemm.named("fused_moe w1")
+        self._gemm2 = gemm.named("fused_moe w2")
 
-    def __call__(self, hidden: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor) -> None:
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        row_ids: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> None:
         """out (M, H) = the weighted sum of each token's experts; zeros for padding rows.
 
         Args:
             hidden: (M, H), model dtype.
-            row_ids: (M,) int64; a row with a negative value is padding and reaches no expert.
+            row_ids: (M,) int64 or int32; a row with a negative value is padding. It reaches no
+                expert, or with a `FusedGemm` those of the first row with weight 0, and must then be
+                finite for its zeros.
             out: (M, H), model dtype; may be `hidden`, which is read for the last time before `out` is
                 written.
+            residual: (M, H), model dtype, neither `hidden` nor `out`: added to every row, padding
+                too, in the merge itself where the backend can (a shared expert's output).
         """
         pool, kernels = self._pool, self._kernels
         tokens, top_k = hidden.shape[0], self.top_k
@@ -101,7 +125,12 @@ class RoutedExperts:
         if kernels.pairs is not None and few_pairs(tokens, top_k, self.num_experts):
             self._by_pair(kernels.pairs, hidden, row_ids, logits, weights, ids, out)
         else:
-            self._by_expert(hidden, row_ids, logits, weights, ids, out)
+            pool.run(kernels.topk_softmax, logits, row_ids, weights, ids, self.renormalize)
+            pool.release("router_logits")
+            self.routed(hidden, weights, ids, out, residual)
+            residual = None
+        if residual is not None:
+            pool.run(_ADD, out, residual)
         pool.release("topk_weights", "topk_ids")
 
     def _by_pair(
@@ -122,29 +151,33 @@ class RoutedExperts:
         pool.run(kernels.down, act, logits, row_ids, *routing, self.down, out, renormalize)
         pool.release("cache2", "router_logits")
 
-    def _by_expert(
+    def routed(
         self,
         hidden: torch.Tensor,
-        row_ids: torch.Tensor,
-        logits: torch.Tensor,
         weights: torch.Tensor,
         ids: torch.Tensor,
         out: torch.Tensor,
+        residual: torch.Tensor | None = None,
     ) -> None:
-        """Writes `weights`, `ids` and `out`; releases the logits."""
+        """The same by expert, for a routing that is known: weights (M, K) float32, ids (M, K) int32,
+        both contiguous. With a `FusedGemm` every id is an expert's; otherwise -1 drops a pair."""
+        fused = self._kernels.fused
+        if fused is not None:
+            self._by_fused_gemm(fused, hidden, weights, ids, out, residual)
+            return
+        self._by_expert(hidden, weights, ids, out)
+        if residual is not None:
+            self._pool.run(_ADD, out, residual)
+
+    def _by_expert(
+        self, hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor
+    ) -> None:
         pool, kernels = self._pool, self._kernels
         tokens, top_k = ids.shape
         pairs = tokens * top_k
         block = block_size_m(tokens)
         length = sorted_length(pairs, self.num_experts, block)
-        pool.run(kernels.topk_softmax, logits, row_ids, weights, ids, self.renormalize)
-        pool.release("router_logits")
-
-        sorted_ids = pool.take("sorted_token_ids", (length,), torch.int32)
-        expert_ids = pool.take("expert_ids", (-(-length // block),), torch.int32)
-        padded_count = pool.take("padded_token_count", (1,), torch.int32)
-        pool.run(kernels.align, ids, sorted_ids, expert_ids, padded_count, self.num_experts, block)
-        routing = (sorted_ids, expert_ids, padded_count)
+        routing = self._aligned(ids, length, -(-length // block), block)
 
         inner = self.intermediate_size
         cache1 = pool.take("cache1", (pairs, 2 * inner), hidden.dtype)
@@ -154,6 +187,56 @@ class RoutedExperts:
         pool.release("cache1")
         cache3 = pool.take("cache3", (tokens, top_k, self.hidden_size), hidden.dtype)
         pool.run(self._gemm2, cache2, self.down, *routing, cache3.view(pairs, -1), 1, block)
-        pool.release("cache2", "sorted_token_ids", "expert_ids", "padded_token_count")
+        pool.release("cache2", *_ROUTING)
         pool.run(kernels.merge, cache3, weights, ids, out)
         pool.release("cache3")
+
+    def _by_fused_gemm(
+        self,
+        fused: FusedGemm,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> None:
+        pool, kernels = self._pool, self._kernels
+        tokens, top_k = ids.shape
+        pairs, experts = tokens * top_k, self.num_experts
+        block = fused_block_size(pairs)
+        lists = self._aligned(ids, pairs + experts * (block - 1), pairs + experts, block)
+        routing = (weights, ids, *lists)
+
+        inner = self.intermediate_size
+        cache1 = pool.take("cache1", (tokens, top_k, 2 * inner), hidden.dtype)
+        pool.run(self._gemm1, hidden, self.gate_up, cache1, *routing, False, top_k, block)
+        cache2 = pool.take("cache2", (pairs, inner), hidden.dtype)
+        pool.run(kernels.silu_and_mul, cache1.view(pairs, -1), cache2)
+        pool.release("cache1")
+        cache3 = pool.take("cache3", (tokens, top_k, self.hidden_size), hidden.dtype)
+        pool.run(self._gemm2, cache2, self.down, cache3, *routing, fused.weighs, 1, block)
+        pool.release("cache2", *_ROUTING)
+        pool.run(kernels.merge, cache3, weights, ids, out, residual)
+        pool.release("cache3")
+
+    def _aligned(
+        self, ids: torch.Tensor, length: int, blocks: int, block: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The pairs grouped by expert, in the buffers of `_ROUTING`, which stay taken."""
+        pool = self._pool
+        sorted_ids = pool.take("sorted_token_ids", (length,), torch.int32)
+        expert_ids = pool.take("expert_ids", (blocks,), torch.int32)
+        padded_count = pool.take("padded_token_count", (1,), torch.int32)
+        lists = (sorted_ids, expert_ids, padded_count)
+        pool.run(self._kernels.align, ids, *lists, self.num_experts, block)
+        return lists
+
+
+_ROUTING = ("sorted_token_ids", "expert_ids", "padded_token_count")
+
+
+def _add(out: torch.Tensor, residual: torch.Tensor) -> None:
+    out.add_(residual)
+
+
+_ADD = Operation("merge", "torch: add", _add)
