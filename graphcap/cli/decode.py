@@ -104,6 +104,7 @@ def run(options: argparse.Namespace) -> int:
             max_context=longest,
             device=device,
             dtype=weights.dtype,
+            format=kernels.cache_format,
         ),
         kernels,
     )
@@ -140,7 +141,11 @@ def run(options: argparse.Namespace) -> int:
             "dtype": str(weights.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "recorder": decoder.manager.recorder.name,
-            "kernels": {"backend": backend.name, "why": backend.why},
+            "kernels": {
+                "backend": backend.name,
+                "why": backend.why,
+                "operations": [asdict(choice) for choice in kernels.choices()],
+            },
             "batch": len(prompts),
             "max_batch": options.max_batch,
             "bucket": decoder.manager.ladder.bucket_for(len(prompts)),

@@ -114,7 +114,6 @@ def choose_backend(wanted: str, device: torch.device) -> Backend:
             f"decode step; use auto, triton or reference"
         )
     version = _triton_version()
-    stand_in = "reference" if version is None else "triton"
     if wanted == "ixformer":
         from graphcap.moe.kernels.ixformer_library import load_library
 
@@ -123,7 +122,7 @@ def choose_backend(wanted: str, device: torch.device) -> Backend:
                 f"GRAPHCAP_KERNELS=ixformer: ixformer's operations run on a CoreX card, found device "
                 f"{device}; use auto or reference"
             )
-        return Backend("ixformer", f"asked for ({load_library().title})", stand_in)
+        return Backend("ixformer", f"asked for ({load_library().title})", _stand_in())
     if wanted == "reference":
         return Backend("reference", "asked for")
     if wanted == "triton":
@@ -139,11 +138,11 @@ def choose_backend(wanted: str, device: torch.device) -> Backend:
         return Backend("triton", f"asked for (Triton {version})")
     if device.type != "cuda":
         return Backend("reference", f"the device is {device.type}, which Triton does not serve")
-    if _has_ixformer():
+    if has_ixformer():
         from graphcap.moe.kernels.ixformer_library import load_library
 
         try:
-            return Backend("ixformer", f"{load_library().title} is there", stand_in)
+            return Backend("ixformer", f"{load_library().title} is there", _stand_in())
         except BackendError as error:
             logger.warning("ixformer is installed but not used: %s", error)
     if version is None:
@@ -156,7 +155,23 @@ def choose_backend(wanted: str, device: torch.device) -> Backend:
     return Backend("triton", f"Triton {version} is there and the device is CUDA")
 
 
-def _has_ixformer() -> bool:
+def _stand_in() -> str:
+    """The backend of what ixformer lacks: Triton where graphcap's kernels can be imported with it."""
+    if _triton_version() is None:
+        return "reference"
+    try:
+        import_module("graphcap.decode.kernels.triton")
+    except Exception as error:  # an old Triton, as CoreX images have
+        logger.warning(
+            "graphcap's Triton kernels cannot be imported with this Triton (%s); what ixformer lacks "
+            "runs on the reference kernels, which are made to be right, not fast",
+            error,
+        )
+        return "reference"
+    return "triton"
+
+
+def has_ixformer() -> bool:
     """Whether this Python has an ixformer, or a torch built for the cards that come with one."""
     return (
         "ixformer" in sys.modules
