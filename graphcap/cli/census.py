@@ -169,7 +169,9 @@ def _count_on_meta(
     )
     pool = BufferPool(meta)
     step = DecodeStep(weights, cache, kernels, pool)
-    inputs = StaticInputs(batch, decode_slots(cache.blocks_per_sequence, cache.format.slot_dtype), meta)
+    inputs = StaticInputs(
+        batch, decode_slots(cache.blocks_per_sequence, cache.format.slot_dtype), meta
+    )
 
     def padded() -> Any:
         inputs.restore_pads()

@@ -13,6 +13,7 @@ from graphcap.cli import doctor_ixformer, doctor_vllm
 from graphcap.cli.doctor_ixformer import VENDOR_VARIABLES
 from graphcap.cli.options import default_device, print_json
 
+
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",

@@ -19,7 +19,10 @@ BUILDS: dict[str, tuple[str, dict[str, Any]]] = {
     "0.4 without MoE": ("0.4", {"without": MOE_OPERATIONS}),
     "newer": ("newer", {}),
     "newer, merge missing": ("newer", {"without": ["moe_output_reduce_sum"]}),
-    "newer, top-k renamed": ("newer", {"renamed": {"vllm_moe_topk_softmax": "moe_topk_softmax_v2"}}),
+    "newer, top-k renamed": (
+        "newer",
+        {"renamed": {"vllm_moe_topk_softmax": "moe_topk_softmax_v2"}},
+    ),
 }
 
 one_thread = test_parity.one_thread
@@ -44,7 +47,7 @@ def test_tokens_and_logits_in_float32(build: str, case: str, tmp_path: Path) -> 
     test_parity.test_tokens_and_logits(case, torch.float32, tmp_path)
 
 
-@pytest.mark.parametrize("case", ["attention bias", "one kv head", "top 5 of 6"])
+@pytest.mark.parametrize("case", ["one dense layer", "top 5 of 6", "head dim 24"])
 def test_tokens_and_logits_in_bfloat16(build: str, case: str, tmp_path: Path) -> None:
     test_parity.test_tokens_and_logits(case, torch.bfloat16, tmp_path)
 

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
 from ixformer_standin import first, newer
 from ixformer_standin.checks import Misuse, inside
 

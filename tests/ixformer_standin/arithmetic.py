@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from ixformer_standin.checks import MODEL_DTYPES, host_range, number, tensor
 
 

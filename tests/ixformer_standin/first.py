@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from ixformer_standin import moe
 from ixformer_standin.arithmetic import attend, check_attention, check_norm, norm, rotate
 from ixformer_standin.checks import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from ixformer_standin.checks import MODEL_DTYPES, Misuse, host_range, number, operation, tensor
 
 
@@ -142,9 +143,7 @@ def vllm_invoke_fused_moe_kernel(
     if w_scale is not None or a_scale is not None:
         raise Misuse("scales are for int8 weights")
     lists = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    fused_gemm(
-        A, B, C, topk_weight, topk_ids, *lists, mul_routed_weight, top_k, block_size_m
-    )
+    fused_gemm(A, B, C, topk_weight, topk_ids, *lists, mul_routed_weight, top_k, block_size_m)
 
 
 @operation

@@ -35,7 +35,9 @@ from graphcap.operations import Operation
 
 _NORM_FIRST = Form("rms_norm", 4, {"input": 0, "weight": 1, "output": 2, "eps": 3}, FIRST)
 _NORM_NEWER = Form("rms_norm", 4, {"input": 0, "weight": 1, "eps": 2, "output": 3}, NEWER)
-_ADD_FIRST = Form("fused_add_rms_norm", 4, {"input": 0, "residual": 1, "weight": 2, "eps": 3}, FIRST)
+_ADD_FIRST = Form(
+    "fused_add_rms_norm", 4, {"input": 0, "residual": 1, "weight": 2, "eps": 3}, FIRST
+)
 _ADD_NEWER = Form(
     "residual_rms_norm",
     8,

@@ -93,7 +93,9 @@ def bind(library: Library, stand_in: ExpertKernels) -> ExpertKernels:
     )
 
 
-_USELESS_ALONE = "bound only together with vllm_moe_align_block_size and vllm_invoke_fused_moe_kernel"
+_USELESS_ALONE = (
+    "bound only together with vllm_moe_align_block_size and vllm_invoke_fused_moe_kernel"
+)
 
 
 def _topk_softmax(found: Found) -> Operation:

@@ -77,9 +77,7 @@ class Form:
         if len(by_place) < self.arguments and not wrong:
             wrong = [f"at least {self.arguments} parameters"]
         rest = [p for p in parameters if p not in by_place[: self.arguments]]
-        required = [
-            p.name for p in rest if p.default is p.empty and p.kind is not p.VAR_KEYWORD
-        ]
+        required = [p.name for p in rest if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
         if required and not wrong:
             wrong = [f"no further required parameters than the first {self.arguments}"]
         if not wrong:
