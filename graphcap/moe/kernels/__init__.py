@@ -144,7 +144,7 @@ def choose_backend(wanted: str, device: torch.device) -> Backend:
         try:
             return Backend("ixformer", f"{load_library().title} is there", _stand_in())
         except BackendError as error:
-            logger.warning("ixformer is installed but not used: %s", error)
+            logger.warning("ixformer is not used: %s", error)
     if version is None:
         logger.warning(
             "Triton cannot be imported, so %s runs the reference kernels, which are made to be "

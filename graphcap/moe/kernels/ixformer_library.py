@@ -159,7 +159,7 @@ def load_library() -> Library:
         try:
             module = import_module(path)
         except Exception as error:  # a missing libmpi is an OSError, a broken binding anything
-            failures.append(f"{path}: {str(error).splitlines()[0] if str(error) else error!r}")
+            failures.append(f"{path}: {(str(error) or repr(error)).splitlines()[0]}")
             continue
         generation = _generation(module)
         if generation is not None:
