@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -72,6 +73,7 @@ def installed(generation: str, **changes: Any) -> Iterator[ModuleType]:
     for length in range(1, len(parts)):
         package = ModuleType(".".join(parts[:length]))
         package.__path__ = []
+        package.__spec__ = ModuleSpec(package.__name__, None, is_package=True)
         sys.modules[package.__name__] = package
     module = sys.modules[path] = module_of(generation, **changes)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -173,11 +172,7 @@ def _stand_in() -> str:
 
 def has_ixformer() -> bool:
     """Whether this Python has an ixformer, or a torch built for the cards that come with one."""
-    return (
-        "ixformer" in sys.modules
-        or find_spec("ixformer") is not None
-        or "corex" in torch.__version__
-    )
+    return find_spec("ixformer") is not None or "corex" in torch.__version__
 
 
 def expert_kernels(backend: Backend) -> ExpertKernels:
