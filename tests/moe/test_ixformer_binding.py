@@ -231,8 +231,11 @@ def test_auto_takes_ixformer_where_it_is(generation: str, without_triton: None) 
     assert asked.why.startswith("asked for (ixformer")
 
 
-def test_what_is_missing_runs_on_triton_where_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+def test_what_is_missing_runs_on_triton_where_that_is() -> None:
+    try:
+        import graphcap.decode.kernels.triton  # noqa: F401
+    except Exception as error:
+        pytest.skip(f"no Triton that takes graphcap's kernels: {error}")
     with installed("0.4", without=MOE_OPERATIONS):
         backend = choose_backend("ixformer", CUDA)
         assert backend.stand_in == "triton"
