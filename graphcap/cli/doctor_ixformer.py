@@ -93,7 +93,10 @@ def print_kernels(console: Console, rows: Sequence[Mapping[str, str]]) -> None:
     console.print(table)
 
 
-def print_ixformer(console: Console, found: Mapping[str, Any] | None) -> None:
+def print_ixformer(
+    console: Console, found: Mapping[str, Any] | None, rows: Sequence[Mapping[str, str]]
+) -> None:
+    """What was found; its operations where they are not in `rows`, the kernels that were chosen."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -103,10 +106,11 @@ def print_ixformer(console: Console, found: Mapping[str, Any] | None) -> None:
         console.print(f"[bold red]ixformer:[/] {escape(found['problem'])}")
         return
     version = found["version"] or "of unknown version"
-    table = Table(
-        title=f"ixformer {version}, generation {found['generation']} ({found['path']})",
-        title_justify="left",
-    )
+    title = f"ixformer {version}, generation {found['generation']} ({found['path']})"
+    if any(row["kernel"].startswith("ixformer: ") for row in rows):
+        console.print(title)
+        return
+    table = Table(title=f"{title}, not chosen", title_justify="left")
     for label in ("operation", "bound to", "falls back because"):
         table.add_column(label)
     for row in found["operations"]:

@@ -111,7 +111,7 @@ def print_doctor(result: Mapping[str, Any]) -> None:
         table.add_row(label, str(text))
     console.print(table)
     print_kernels(console, result["kernels"])
-    print_ixformer(console, result["ixformer"])
+    print_ixformer(console, result["ixformer"], result["kernels"])
     variables = Table(title="environment variables", title_justify="left")
     for label in ("variable", "value", "origin", "meaning"):
         variables.add_column(label)

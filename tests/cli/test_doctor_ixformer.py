@@ -12,6 +12,7 @@ from ixformer_standin import GENERATIONS, MOE_OPERATIONS, installed
 
 from graphcap.cli import main
 from graphcap.cli.doctor_ixformer import ixformer_rows
+from graphcap.moe.kernels import Backend
 
 
 def doctor(capsys: pytest.CaptureFixture[str]) -> dict:
@@ -50,6 +51,20 @@ def test_what_falls_back_and_why_is_printed(capsys: pytest.CaptureFixture[str]) 
     words = " ".join(printed.replace("│", " ").split())
     assert "ixformer.functions has no vllm_moe_topk_softmax" in words
     assert "vllm_single_query_cached_kv_attention" in words
+
+
+def test_where_it_is_chosen_its_table_says_what_stands_in(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = Backend("ixformer", "tests")
+    monkeypatch.setattr("graphcap.moe.kernels.choose_backend", lambda *_: chosen)
+    with installed("0.4", without=MOE_OPERATIONS):
+        main(["doctor"])
+    printed = capsys.readouterr().out
+    assert "not chosen" not in printed
+    words = " ".join(printed.replace("│", " ").split())
+    assert "attention ixformer: vllm_single_query_cached_kv_attention" in words
+    assert "topk_softmax torch ixformer.functions has no vllm_moe_topk_softmax" in words
 
 
 def test_one_that_cannot_be_used_is_named(capsys: pytest.CaptureFixture[str]) -> None:

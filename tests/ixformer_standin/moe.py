@@ -27,6 +27,8 @@ def vllm_moe_topk_softmax(
     shape = tuple(topk_weights.shape)
     tensor("topk_ids", topk_ids, shape, torch.int32)
     tensor("token_expert_indicies", token_expert_indicies, shape, torch.int32)
+    if gating_output.is_cpu and bool(gating_output.isnan().any()):
+        raise Misuse("gating_output: which expert a kernel chooses of NaN is not known")
     rows, k = shape
     scores = torch.softmax(gating_output, -1)
     best, order = torch.sort(scores, dim=-1, descending=True, stable=True)
