@@ -36,8 +36,15 @@ class CacheFormat:
         """Shapes of the keys and the values of a layer.
 
         Raises:
-            InputError: the layout cannot hold heads of this size.
+            InputError: the layout cannot hold heads of this size, or the slots cannot number so many
+                tokens.
         """
+        most = torch.iinfo(self.slot_dtype).max
+        if blocks * block_size > most:
+            raise InputError(
+                f"slots of {self.slot_dtype} number {most} tokens at most, and the cache was asked to "
+                f"hold {blocks * block_size}; hold fewer sequences or shorter ones"
+            )
         if self.layout == "tokens":
             return ((blocks, block_size, kv_heads, dim),) * 2
         if self.layout == "heads":

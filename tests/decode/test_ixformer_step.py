@@ -21,6 +21,7 @@ from decoders import (
     tensors,
 )
 from ixformer_standin import GENERATIONS, MOE_OPERATIONS, Misuse, installed
+from ixformer_standin.newer import paged_attention_of_ixformer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap.decode.cache import NULL_BLOCK, PagedCache
@@ -34,6 +35,10 @@ BUILDS: dict[str, tuple[str, dict[str, Any]]] = {
     "0.4": ("0.4", {}),
     "0.4 without MoE": ("0.4", {"without": MOE_OPERATIONS}),
     "newer": ("newer", {}),
+    "newer, its own attention": (
+        "newer",
+        {"replaced": {"vllm_paged_attention": paged_attention_of_ixformer}},
+    ),
     "newer, attention renamed": ("newer", {"renamed": {"vllm_paged_attention": "paged_attention"}}),
 }
 PROMPTS = [[5], [9, 8, 7, 6, 5, 4], [1, 2, 3], [120, 0, 64]]
@@ -288,6 +293,13 @@ def test_heads_that_the_packed_layout_cannot_hold_are_refused() -> None:
             dtype=torch.bfloat16,
             format=kernels_of("0.4").cache_format,
         )
+
+
+def test_a_cache_with_more_tokens_than_slots_can_number_is_refused() -> None:
+    kernels = kernels_of("0.4")
+    assert kernels.cache_format.shapes(2**27 - 1, 16, 1, 16, torch.bfloat16)
+    with pytest.raises(InputError, match=r"int32 number 2147483647 tokens .* 2147483648"):
+        kernels.cache_format.shapes(2**27, 16, 1, 16, torch.bfloat16)
 
 
 def test_what_an_operation_rejects_is_named_while_it_is_warmed_up() -> None:

@@ -142,6 +142,33 @@ def vllm_paged_attention(
     return output
 
 
+def paged_attention_of_ixformer(
+    output: Any,
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    num_kv_heads: Any,
+    scale: Any,
+    block_tables: Any,
+    context_lens: Any,
+    block_size: Any,
+    max_context_len: Any,
+    alibi_slopes: Any = None,
+    softcap: Any = 0.0,
+    use_sqrt_alibi: Any = False,
+    need_view: Any = True,
+) -> Any:
+    """What is called ``vllm_paged_attention`` under ``IXFORMER_PAGED_ATTENTION_ALGO=ixformer``."""
+    number("softcap", softcap, float, 0.0)
+    number("use_sqrt_alibi", use_sqrt_alibi, bool, False)
+    number("need_view", need_view, bool, True)
+    table = (block_tables, context_lens, block_size, max_context_len, alibi_slopes)
+    caches = (key_cache, value_cache, num_kv_heads)
+    return vllm_paged_attention(
+        output, query, *caches, scale, *table, 0.0, True, -1, -1, use_cuda_graph=True
+    )
+
+
 OPERATIONS = {
     **moe.OPERATIONS,
     **{

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ixformer_standin import GENERATIONS, MOE_OPERATIONS, installed, module_of
+from ixformer_standin.newer import paged_attention_of_ixformer
 
 from graphcap.decode.kernels import DecodeKernels, decode_kernels
 from graphcap.errors import BackendError
@@ -149,6 +150,12 @@ def test_cache_write_and_attention_are_bound_together(missing: str) -> None:
     assert sum("bound only with its pair" in text for text in told.values()) == 1
     assert kernels.cache_format.layout == "tokens"
     assert kernels.bound is None
+
+
+def test_attention_that_is_not_told_of_a_graph_is_bound_too() -> None:
+    kernels = bound("newer", replaced={"vllm_paged_attention": paged_attention_of_ixformer})
+    assert notes(kernels) == {}
+    assert kernels.attention.implementation == "ixformer: vllm_paged_attention"
 
 
 def test_the_newer_place_comes_first() -> None:

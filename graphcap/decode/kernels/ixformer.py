@@ -79,6 +79,10 @@ _ATTENTION_NEWER = Form(
     {**_ATTENTION_PLACES, "num_kv_heads": 4, "softcap": 11, "causal": 12, "use_cuda_graph": 15},
     NEWER,
 )
+_ATTENTION_PLAIN = Form(
+    "vllm_paged_attention", 10, {**_ATTENTION_PLACES, "num_kv_heads": 4, "alibi_slopes": 10}, NEWER
+)
+"""The one of ``IXFORMER_PAGED_ATTENTION_ALGO=ixformer``, which is not told of a graph."""
 
 _FORMATS = {
     FIRST: CacheFormat("packed", torch.int32),
@@ -103,7 +107,9 @@ def bind(library: Library, stand_in: DecodeKernels) -> DecodeKernels:
             notes[name] = found
     first = library.generation == FIRST
     write = library.find(_WRITE_FIRST if first else _WRITE_NEWER)
-    attention = library.find(_ATTENTION_FIRST if first else _ATTENTION_NEWER)
+    attention = library.find(
+        *((_ATTENTION_FIRST,) if first else (_ATTENTION_NEWER, _ATTENTION_PLAIN))
+    )
     format_, bound = CacheFormat(), None
     cache_write, attend = stand_in.cache_write, stand_in.attention
     if isinstance(write, str) or isinstance(attention, str):
@@ -189,6 +195,8 @@ def _cache_write(found: Found) -> Operation:
 
 def _attention(found: Found) -> Operation:
     call, first = found.call, found.form is _ATTENTION_FIRST
+    # alibi_slopes, softcap, causal, window to the left and right, use_cuda_graph
+    last = (None, 0.0, True, -1, -1, True) if found.form is _ATTENTION_NEWER else ()
 
     def attention(
         q: torch.Tensor,
@@ -202,12 +210,12 @@ def _attention(found: Found) -> Operation:
         kv_heads, block_size = key_cache.shape[1], key_cache.shape[3 if first else 2]
         longest = block_tables.shape[1] * block_size
         caches = (key_cache, value_cache)
-        table = (block_tables, seq_lens, block_size, longest, None)
+        table = (block_tables, seq_lens, block_size, longest)
         if first:
             mapping = _head_mapping(q.shape[1], kv_heads, q.device)
-            call(out, q, *caches, mapping, scale, *table)
-        else:  # softcap, causal, window to the left and right, use_cuda_graph
-            call(out, q, *caches, kv_heads, scale, *table, 0.0, True, -1, -1, True)
+            call(out, q, *caches, mapping, scale, *table, None)
+        else:
+            call(out, q, *caches, kv_heads, scale, *table, *last)
 
     return Operation("attention", found.implementation, attention)
 
