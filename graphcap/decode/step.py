@@ -177,11 +177,16 @@ class DecodeStep:
 
     def _normed_copy(self, name: str, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The norm of a view of a fused buffer, without gaps between rows; stays taken as `name`."""
-        pool, shape = self._pool, tuple(heads.shape)
+        pool, shape, eps = self._pool, tuple(heads.shape), self.weights.shape.rms_norm_eps
+        norm = self._kernels.rms_norm
+        if heads.is_contiguous():  # one row has no gaps
+            out = pool.take(name, shape, heads.dtype)
+            pool.run(norm, heads, weight, out, eps)
+            return out
         packed = pool.take(f"{name}_packed", shape, heads.dtype)
         pool.run(_COPY, heads, packed)
         out = pool.take(name, shape, heads.dtype)
-        pool.run(self._kernels.rms_norm, packed, weight, out, self.weights.shape.rms_norm_eps)
+        pool.run(norm, packed, weight, out, eps)
         pool.release(f"{name}_packed")
         return out
 

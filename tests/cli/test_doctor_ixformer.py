@@ -1,4 +1,4 @@
-"""What ``graphcap doctor`` says about an ixformer."""
+"""What the command line says about an ixformer."""
 
 from __future__ import annotations
 
@@ -91,3 +91,29 @@ def test_the_chosen_kernels_are_listed_by_operation(
     rows = {row["operation"]: row for row in doctor(capsys)["kernels"]}
     assert rows["attention"] == {"operation": "attention", "kernel": "torch", "note": ""}
     assert "topk_softmax" in rows
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_decode_and_census_run_on_it(
+    generation: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = Backend("ixformer", "tests")
+    command = ["decode", "--batch", "2", "--max-batch", "2", "--tokens", "4", "--layers", "2"]
+    assert main([*command, "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr("graphcap.moe.kernels.choose_backend", lambda *_: chosen)
+    with installed(generation):
+        assert main([*command, "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert main(command) == 0
+        printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert main(["census", "--shape", "tiny", "--json"]) == 0
+        census = json.loads(capsys.readouterr().out)
+    assert result["outputs_equal"]
+    assert result["token_ids"] == expected["token_ids"]
+    kernels = {row["operation"]: row["kernel"] for row in result["kernels"]["operations"]}
+    assert kernels["rms_norm"] == "ixformer: rms_norm"
+    assert "sampling torch ixformer has no such operation" in printed
+    rows = {row["operation"]: row for row in census["rows"]}
+    assert rows["attention"]["implementation"] == kernels["attention"]
+    assert rows["bounds"]["count"] == 1

@@ -232,9 +232,12 @@ def test_a_step_on_the_frozen_pool_allocates_nothing(
 
 @builds
 def test_an_operation_is_one_entry_of_the_tape(build: str) -> None:
-    decoder = make_decoder(draw_weights(), kernels=kernels_of(build))
+    decoder = make_decoder(draw_weights(), kernels=kernels_of(build), sizes=(1,))
     rows = {row.operation: row for row in decoder.manager.recording(4).census().rows}
     layers = 3
+    assert rows["copies"].count == 2 * layers
+    alone = {row.operation for row in decoder.manager.recording(1).census().rows}
+    assert alone == set(rows) - {"copies"}
     assert rows["rms_norm"].count == 1 + 2 * layers
     assert rows["fused_add_rms_norm"].count == 2 * layers
     assert rows["attention"].count == rows["cache write"].count == layers
