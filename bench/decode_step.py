@@ -131,6 +131,7 @@ def measure(
             max_context=context,
             device=DEVICE,
             dtype=weights.dtype,
+            format=kernels.cache_format,
         ),
         kernels,
     )

@@ -31,6 +31,7 @@ def prepared(way, batch, decoders, weights, kernels, device):
             max_context=CONTEXT,
             device=device,
             dtype=weights.dtype,
+            format=kernels.cache_format,
         )
         eager = EagerDecoder(weights, cache, kernels)
         load, call, step = eager.load, eager.run, eager.run

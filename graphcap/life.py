@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 Step = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """All that a model owes. Gets the slots (bucket rows each) and ``num_rows``; may write into slots in
-place; returns tensors whose first dimension is the batch."""
+place; returns tensors whose first dimension is the batch. May have an attribute ``kernel_choices``, a
+tuple of `graphcap.operations.KernelChoice` for the report."""
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, of how many, what comes next) while capture() works."""
@@ -367,6 +368,7 @@ class CaptureLife:
             slots_bytes=sum(t.nbytes for t in self.inputs.pinned.values()),
             seconds=seconds,
             census=None if largest is None else captured.recordings[largest].census(),
+            kernels=tuple(getattr(self.step, "kernel_choices", ())),
             notes=(
                 *filter(None, [self.recorder.why]),
                 *self._verifier.notes,

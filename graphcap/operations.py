@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,21 @@ BufferSpec = tuple[tuple[int, ...], torch.dtype]
 
 ScratchPlan = Callable[..., Mapping[str, BufferSpec]]
 """Given the arguments of a call: the scratch buffers (keyword name -> spec) it needs."""
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """Which kernel an operation of a step runs on; chosen when the step is built.
+
+    Attributes:
+        operation: the row of the census.
+        kernel: what runs.
+        note: why it is not the backend's own; empty where it is.
+    """
+
+    operation: str
+    kernel: str
+    note: str = ""
 
 
 class Observer(Protocol):
@@ -103,3 +119,12 @@ def observed_by(observer: Observer | None) -> Iterator[None]:
 
 def current_observer() -> Observer | None:
     return _state.observer
+
+
+def kernel_choices(kernels: Any, notes: Mapping[str, str]) -> tuple[KernelChoice, ...]:
+    """The choice of each operation of a dataclass of operations; `notes` is by name of its field."""
+    return tuple(
+        KernelChoice(value.name, value.implementation, notes.get(field.name, ""))
+        for field in fields(kernels)
+        if isinstance(value := getattr(kernels, field.name), Operation)
+    )

@@ -13,6 +13,7 @@ import torch
 
 from graphcap import __version__
 from graphcap.census import Census
+from graphcap.operations import KernelChoice
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,11 @@ class BucketReport:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What capture() did. Figures were measured; what this device cannot give is None."""
+    """What capture() did. Figures were measured; what this device cannot give is None.
+
+    Attributes:
+        kernels: which kernel each operation runs on and why, of a step that says so.
+    """
 
     recorder: str
     device: str
@@ -50,6 +55,7 @@ class CaptureReport:
     seconds: float
     census: Census | None
     notes: tuple[str, ...] = ()
+    kernels: tuple[KernelChoice, ...] = ()
     versions: Mapping[str, str | None] = field(default_factory=lambda: versions())
 
     @property

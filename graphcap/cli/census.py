@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ROWS = (
     "embedding",
+    "bounds",
     "rms_norm",
     "fused_add_rms_norm",
     "projections",
@@ -158,10 +159,19 @@ def _count_on_meta(
 
     meta = torch.device("meta")
     weights = random_weights(shape, device=meta, dtype=dtype, seed=0)
-    cache = PagedCache(shape, num_sequences=batch, max_context=_CONTEXT, device=meta, dtype=dtype)
+    cache = PagedCache(
+        shape,
+        num_sequences=batch,
+        max_context=_CONTEXT,
+        device=meta,
+        dtype=dtype,
+        format=kernels.cache_format,
+    )
     pool = BufferPool(meta)
     step = DecodeStep(weights, cache, kernels, pool)
-    inputs = StaticInputs(batch, decode_slots(cache.blocks_per_sequence), meta)
+    inputs = StaticInputs(
+        batch, decode_slots(cache.blocks_per_sequence, cache.format.slot_dtype), meta
+    )
 
     def padded() -> Any:
         inputs.restore_pads()

@@ -9,19 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from graphcap.cli import doctor_shapes, doctor_vllm
+from graphcap.cli import doctor_ixformer, doctor_shapes, doctor_vllm
+from graphcap.cli.doctor_ixformer import VENDOR_VARIABLES
 from graphcap.cli.options import default_device, print_json
-
-VENDOR_VARIABLES = (
-    "VLLM_ENFORCE_CUDA_GRAPH",
-    "ENABLE_MOE_GROUP_GEMV",
-    "IXFORMER_DISABLE_SYNC",
-    "IXFORMER_PAGED_ATTENTION_ALGO",
-    "IXFORMER_GEMV_THRESHOLD",
-    "NCCL_FORCESYNC_DISABLE",
-    "IX_VISIBLE_DEVICES",
-)
-"""Variables of CoreX and its vLLM that change what is captured; shown where they are set."""
 
 
 def add_to(commands: Any) -> None:
@@ -62,16 +52,17 @@ def run(options: argparse.Namespace) -> int:
         warnings.append("GRAPHCAP=1 has no effect: vLLM is not installed for this Python")
     device = default_device()
     probe = probe_capture(device)
-    chosen = {}
-    for what, choose in (
-        ("recorder", lambda: select_recorder(settings.recorder, device).name),
-        ("kernels", lambda: _text(choose_backend(settings.kernels, device))),
-    ):
-        try:
-            chosen[what] = choose()
-        except BackendError as error:
-            chosen[what] = "none"
-            problems.append(str(error))
+    chosen = {"recorder": "none", "kernels": "none"}
+    backend = None
+    try:
+        chosen["recorder"] = select_recorder(settings.recorder, device).name
+    except BackendError as error:
+        problems.append(str(error))
+    try:
+        backend = choose_backend(settings.kernels, device)
+        chosen["kernels"] = f"{backend.name}: {backend.why}"
+    except BackendError as error:
+        problems.append(str(error))
     result = {
         "machine": {
             "graphcap": __version__,
@@ -86,6 +77,8 @@ def run(options: argparse.Namespace) -> int:
             "ixformer": _version("ixformer"),
         },
         "capture_works": probe.works,
+        "kernels": doctor_ixformer.kernel_rows(backend),
+        "ixformer": doctor_ixformer.ixformer_rows(),
         "variables": [
             {
                 "name": variable.name,
@@ -110,10 +103,6 @@ def run(options: argparse.Namespace) -> int:
 
         print_doctor(result)
     return 1 if problems else 0
-
-
-def _text(backend: Any) -> str:
-    return f"{backend.name}: {backend.why}"
 
 
 def _device(device: Any) -> str:

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from graphcap.cli.doctor_ixformer import print_ixformer, print_kernels
+
 
 def print_decode(result: Mapping[str, Any]) -> None:
     console = console_of_terminal()
@@ -60,6 +62,7 @@ def print_decode(result: Mapping[str, Any]) -> None:
         f"pool {result['pool_mib']:.2f} MiB (lower bound {result['pool_lower_bound_mib']:.2f}), "
         f"kernels: {result['kernels']['backend']}; replays are of all runs, prompts included"
     )
+    print_kernels(console, result["kernels"]["operations"])
     for reason, steps in result["fallbacks"].items():
         console.print(f"[yellow]{_count(steps, 'step')} ran eagerly: {reason}[/]")
     if bucket is None:
@@ -107,6 +110,8 @@ def print_doctor(result: Mapping[str, Any]) -> None:
     for label, text in result["machine"].items():
         table.add_row(label, str(text))
     console.print(table)
+    print_kernels(console, result["kernels"])
+    print_ixformer(console, result["ixformer"], result["kernels"])
     variables = Table(title="environment variables", title_justify="left")
     for label in ("variable", "value", "origin", "meaning"):
         variables.add_column(label)

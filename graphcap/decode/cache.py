@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from graphcap.decode.cache_format import CacheFormat
 from graphcap.decode.shapes import ModelShape
 from graphcap.errors import InputError
 
@@ -12,13 +13,15 @@ NULL_BLOCK = 0
 
 
 class PagedCache:
-    """Owns the cache tensors: per layer keys and values of (blocks, block_size, Hk, D).
+    """Owns the cache tensors: per layer keys and values, of (blocks, block_size, Hk, D) if nothing else
+    is asked for.
 
     Args:
         shape: the model's.
         num_sequences: sequences that can be held at the same time, each of up to `max_context`.
         max_context: tokens of the longest sequence; rounded up to whole blocks.
         block_size: tokens of one block.
+        format: the kernels' `cache_format`.
     """
 
     def __init__(
@@ -30,13 +33,18 @@ class PagedCache:
         block_size: int = 16,
         device: torch.device | str,
         dtype: torch.dtype,
+        format: CacheFormat = CacheFormat(),  # noqa: B008 - frozen
     ) -> None:
+        self.format = format
         self.block_size = block_size
         self.blocks_per_sequence = -(-max_context // block_size)
         self.num_blocks = num_sequences * self.blocks_per_sequence + 1
-        size = (self.num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        self.keys = [torch.zeros(size, device=device, dtype=dtype) for _ in range(shape.num_layers)]
-        self.values = [torch.zeros(size, device=device, dtype=dtype) for _ in self.keys]
+        keys, values = format.shapes(
+            self.num_blocks, block_size, shape.num_kv_heads, shape.head_dim, dtype
+        )
+        layers = range(shape.num_layers)
+        self.keys = [torch.zeros(keys, device=device, dtype=dtype) for _ in layers]
+        self.values = [torch.zeros(values, device=device, dtype=dtype) for _ in layers]
         self._free = list(range(self.num_blocks - 1, NULL_BLOCK, -1))
 
     @property

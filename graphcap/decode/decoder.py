@@ -103,7 +103,7 @@ class Prompts:
             "token_ids": torch.tensor([p[at] for p, at in rows], dtype=torch.int32),
             "positions": positions,
             "seq_lens": (positions + 1).int(),
-            "slot_mapping": blocks * size + positions % size,
+            "slot_mapping": (blocks * size + positions % size).to(self._cache.format.slot_dtype),
             "block_tables": tables,
         }
 
@@ -197,12 +197,15 @@ class Decoder:
             block_size=block_size,
             device=weights.device,
             dtype=weights.dtype,
+            format=kernels.cache_format,
         )
         self.pool = BufferPool(weights.device)
         settings = Settings.from_env() if settings is None else settings
         self.step = DecodeStep(weights, self.cache, kernels, self.pool, nvtx_ranges(settings))
         self.inputs = StaticInputs(
-            max_batch, decode_slots(self.cache.blocks_per_sequence), weights.device
+            max_batch,
+            decode_slots(self.cache.blocks_per_sequence, self.cache.format.slot_dtype),
+            weights.device,
         )
         self.manager = CaptureManager(
             self.step,
@@ -246,7 +249,7 @@ def example_batches(cache: PagedCache, vocab_size: int) -> Example:
             "token_ids": torch.randint(vocab_size, (rows,), generator=generator).int(),
             "positions": positions,
             "seq_lens": (positions + 1).int(),
-            "slot_mapping": own * size + positions % size,
+            "slot_mapping": (own * size + positions % size).to(cache.format.slot_dtype),
             "block_tables": tables,
         }
 

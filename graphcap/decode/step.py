@@ -13,14 +13,18 @@ import torch
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.kernels import DecodeKernels
 from graphcap.decode.weights import DenseWeights, ExpertWeights, LayerWeights, ModelWeights
+from graphcap.errors import InputError
 from graphcap.inputs import PadPolicy, Slot
 from graphcap.moe.experts import RoutedExperts
 from graphcap.moe.ranges import Ranges
+from graphcap.operations import Operation
 from graphcap.pool import BufferPool
 
 
-def decode_slots(blocks_per_sequence: int) -> dict[str, Slot]:
-    """The slots of a decode step.
+def decode_slots(
+    blocks_per_sequence: int, slot_dtype: torch.dtype = torch.int64
+) -> dict[str, Slot]:
+    """The slots of a decode step; `slot_dtype` is that of the cache's format.
 
     A padding row has token 0 at position 0 of a sequence of length 1 whose only block is the null
     block (an attention over no token would divide 0 by 0), and the cache slot -1: it writes nothing
@@ -30,7 +34,7 @@ def decode_slots(blocks_per_sequence: int) -> dict[str, Slot]:
         "token_ids": Slot((), torch.int32, PadPolicy.ZERO),
         "positions": Slot((), torch.int64, PadPolicy.ZERO),
         "seq_lens": Slot((), torch.int32, PadPolicy.ONE),
-        "slot_mapping": Slot((), torch.int64, PadPolicy.fill(-1)),
+        "slot_mapping": Slot((), slot_dtype, PadPolicy.fill(-1)),
         "block_tables": Slot((blocks_per_sequence,), torch.int32, PadPolicy.ZERO),
     }
 
@@ -47,6 +51,9 @@ class DecodeStep:
         kernels: the kernel backend.
         pool: where every intermediate comes from.
         ranges: marks the parts of MoE layers for a profiler; None: nothing is called.
+
+    Raises:
+        InputError: the cache is not of the kernels' format.
     """
 
     def __init__(
@@ -58,6 +65,12 @@ class DecodeStep:
         ranges: Ranges | None = None,
     ) -> None:
         shape = weights.shape
+        if cache.format != kernels.cache_format:
+            raise InputError(
+                f"the cache is of format {cache.format}, the kernels want {kernels.cache_format}; "
+                f"make it with PagedCache(..., format=kernels.cache_format)"
+            )
+        self.kernel_choices = kernels.choices()
         self.weights = weights
         self.cache = cache
         self.cos_sin = rotary_table(
@@ -95,10 +108,11 @@ class DecodeStep:
             hidden = pool.take("hidden", (rows, shape.hidden_size), weights.dtype)
             residual = pool.take("residual", (rows, shape.hidden_size), weights.dtype)
             pool.run(kernels.embedding, token_ids, weights.embedding, residual)
+            slots, lengths = self._bounded(inputs)
             first = weights.layers[0].input_norm
             pool.run(kernels.rms_norm, residual, first, hidden, eps)
             for index, layer in enumerate(weights.layers):
-                self._attention(index, layer, hidden, inputs)
+                self._attention(index, layer, hidden, inputs, slots, lengths)
                 pool.run(kernels.fused_add_rms_norm, hidden, residual, layer.post_norm, eps)
                 self._mlp(index, layer, hidden, inputs["slot_mapping"])
                 last = index + 1 == len(weights.layers)
@@ -127,6 +141,8 @@ class DecodeStep:
         layer: LayerWeights,
         hidden: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
     ) -> None:
         """hidden (M, H), normed -> what attention adds to the residual."""
         pool, kernels, shape = self._pool, self._kernels, self.weights.shape
@@ -138,10 +154,14 @@ class DecodeStep:
         qkv = pool.take("qkv", (rows, width), hidden.dtype)
         pool.run(kernels.linear, hidden, layer.qkv, layer.qkv_bias, qkv)
         q, k, v = qkv.view(rows, -1, dim).split((heads, kv_heads, kv_heads), 1)
-        pool.run(kernels.rms_norm, q, layer.q_norm, q, shape.rms_norm_eps)
-        pool.run(kernels.rms_norm, k, layer.k_norm, k, shape.rms_norm_eps)
+        if kernels.takes_views:
+            pool.run(kernels.rms_norm, q, layer.q_norm, q, shape.rms_norm_eps)
+            pool.run(kernels.rms_norm, k, layer.k_norm, k, shape.rms_norm_eps)
+        else:
+            q = self._normed_copy("q", q, layer.q_norm)
+            k = self._normed_copy("k", k, layer.k_norm)
         pool.run(kernels.rotary_embedding, inputs["positions"], q, k, self.cos_sin)
-        pool.run(kernels.cache_write, k, v, keys, values, inputs["slot_mapping"])
+        pool.run(kernels.cache_write, k, v, keys, values, slots)
         attended = pool.take("attended", (rows, heads, dim), hidden.dtype)
         pool.run(
             kernels.attention,
@@ -149,13 +169,41 @@ class DecodeStep:
             keys,
             values,
             inputs["block_tables"],
-            inputs["seq_lens"],
+            lengths,
             attended,
             self._scale,
         )
         pool.release("qkv")
+        if not kernels.takes_views:
+            pool.release("q", "k")
         pool.run(kernels.linear, attended.view(rows, -1), layer.output, layer.output_bias, hidden)
         pool.release("attended")
+
+    def _normed_copy(self, name: str, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The norm of a view of a fused buffer, without gaps between rows; stays taken as `name`."""
+        pool, shape, eps = self._pool, tuple(heads.shape), self.weights.shape.rms_norm_eps
+        norm = self._kernels.rms_norm
+        if heads.is_contiguous():  # one row has no gaps
+            out = pool.take(name, shape, heads.dtype)
+            pool.run(norm, heads, weight, out, eps)
+            return out
+        packed = pool.take(f"{name}_packed", shape, heads.dtype)
+        pool.run(_COPY, heads, packed)
+        out = pool.take(name, shape, heads.dtype)
+        pool.run(norm, packed, weight, out, eps)
+        pool.release(f"{name}_packed")
+        return out
+
+    def _bounded(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots for the cache write and lengths for attention."""
+        slots, lengths = inputs["slot_mapping"], inputs["seq_lens"]
+        bound, pool = self._kernels.bound, self._pool
+        if bound is None:
+            return slots, lengths
+        write_to = pool.take("bounded_slots", tuple(slots.shape), slots.dtype)
+        reach = pool.take("bounded_lengths", tuple(lengths.shape), lengths.dtype)
+        pool.run(bound, slots, lengths, write_to, reach, self.cache.max_context)
+        return write_to, reach
 
     def _mlp(
         self, index: int, layer: LayerWeights, hidden: torch.Tensor, row_ids: torch.Tensor
@@ -176,6 +224,13 @@ class DecodeStep:
         pool.release("gate_up")
         pool.run(kernels.linear, gated, dense.down, None, hidden)
         pool.release("gated")
+
+
+def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(source)
+
+
+_COPY = Operation("copies", "torch", _copy)
 
 
 def rotary_table(

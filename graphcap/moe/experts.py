@@ -1,7 +1,7 @@
 """Routed experts on the pool, by one of two schedules.
 
 - By expert: router logits → top-k → align → GEMM 1 → SiLU·mul → GEMM 2 → merge. The pairs (token,
-  expert) are grouped, so that the tokens of an expert share the reading of its weights.
+  expert) are grouped, so that the tokens of an expert share the reading of its weights; see `grouped`.
 - By pair, where a backend has it and few pairs share an expert: router logits → gate and up → down.
 """
 
@@ -9,29 +9,18 @@ from __future__ import annotations
 
 import torch
 
+from graphcap.moe.grouped import (
+    ADD,
+    GroupedExperts,
+    block_size_m,
+    fused_block_size,
+    sorted_length,
+)
 from graphcap.moe.kernels import ExpertKernels, PairKernels
 from graphcap.moe.ranges import FUSED_MOE, FUSED_MOE_WITH_TOP_K, ROUTER, TOP_K, Ranges
 from graphcap.pool import BufferPool
 
-
-def block_size_m(tokens: int) -> int:
-    """Rows of a GEMM block for a batch: 16 up to 16 tokens, 32 up to 64, 64 above.
-
-    Source: the analysis of Qwen3.6-35B-A3B under vLLM with ixformer, whose fused MoE kernel takes
-    only this parameter.
-    """
-    if tokens <= 16:
-        return 16
-    return 32 if tokens <= 64 else 64
-
-
-def sorted_length(pairs: int, num_experts: int, block: int) -> int:
-    """Room for `pairs` (token, expert) pairs grouped by expert, each group padded to whole blocks.
-
-    Each group wastes at most block - 1 entries; with fewer pairs than experts each pair can have a
-    block of its own at the most.
-    """
-    return min(pairs + num_experts * (block - 1), pairs * block)
+__all__ = ["RoutedExperts", "block_size_m", "few_pairs", "fused_block_size", "sorted_length"]
 
 
 def few_pairs(tokens: int, top_k: int, num_experts: int) -> bool:
@@ -48,9 +37,6 @@ def few_pairs(tokens: int, top_k: int, num_experts: int) -> bool:
 
 class RoutedExperts:
     """The experts of one layer. Owns no memory: weights are the model's, intermediates the pool's.
-
-    There is no chunk loop: decode batches are far below the sizes that need one, and a loop would
-    multiply the launches.
 
     Args:
         kernels: the kernel backend.
@@ -83,25 +69,34 @@ class RoutedExperts:
         self.num_experts, self.hidden_size, self.intermediate_size = down.shape
         self._pool = pool
         self._kernels = kernels
-        self._gemm1 = kernels.expert_gemm.named("fused_moe w1")
-        self._gemm2 = kernels.expert_gemm.named("fused_moe w2")
+        self._grouped = GroupedExperts(kernels, pool)
         self._run_router = self._run_top_k = pool.run
         if ranges is not None:  # decided here, so that a step without ranges asks nothing
             self._run_router = ranges.around(ROUTER, pool.run)
             self._run_top_k = ranges.around(TOP_K, pool.run)
-            self._by_expert = ranges.around(FUSED_MOE, self._by_expert)  # type: ignore[method-assign]
+            self.routed = ranges.around(FUSED_MOE, self.routed)  # type: ignore[method-assign]
             self._by_pair = ranges.around(  # type: ignore[method-assign]
                 FUSED_MOE_WITH_TOP_K, self._by_pair
             )
 
-    def __call__(self, hidden: torch.Tensor, row_ids: torch.Tensor, out: torch.Tensor) -> None:
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        row_ids: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> None:
         """out (M, H) = the weighted sum of each token's experts; zeros for padding rows.
 
         Args:
             hidden: (M, H), model dtype.
-            row_ids: (M,) int64; a row with a negative value is padding and reaches no expert.
+            row_ids: (M,) int64 or int32; a row with a negative value is padding. It reaches no
+                expert, or with a `FusedGemm` those of the first row with weight 0, and must then be
+                finite for its zeros.
             out: (M, H), model dtype; may be `hidden`, which is read for the last time before `out` is
                 written.
+            residual: (M, H), model dtype, neither `hidden` nor `out`: added to every row, padding
+                too, in the merge itself where the backend can (a shared expert's output).
         """
         pool, kernels = self._pool, self._kernels
         tokens, top_k = hidden.shape[0], self.top_k
@@ -114,7 +109,10 @@ class RoutedExperts:
         else:
             self._run_top_k(kernels.topk_softmax, logits, row_ids, weights, ids, self.renormalize)
             pool.release("router_logits")
-            self._by_expert(hidden, weights, ids, out)
+            self.routed(hidden, weights, ids, out, residual)
+            residual = None
+        if residual is not None:
+            pool.run(ADD, out, residual)
         pool.release("topk_weights", "topk_ids")
 
     def _by_pair(
@@ -135,33 +133,13 @@ class RoutedExperts:
         pool.run(kernels.down, act, logits, row_ids, *routing, self.down, out, renormalize)
         pool.release("cache2", "router_logits")
 
-    def _by_expert(
+    def routed(
         self,
         hidden: torch.Tensor,
         weights: torch.Tensor,
         ids: torch.Tensor,
         out: torch.Tensor,
+        residual: torch.Tensor | None = None,
     ) -> None:
-        """Writes `out`."""
-        pool, kernels = self._pool, self._kernels
-        tokens, top_k = ids.shape
-        pairs = tokens * top_k
-        block = block_size_m(tokens)
-        length = sorted_length(pairs, self.num_experts, block)
-        sorted_ids = pool.take("sorted_token_ids", (length,), torch.int32)
-        expert_ids = pool.take("expert_ids", (-(-length // block),), torch.int32)
-        padded_count = pool.take("padded_token_count", (1,), torch.int32)
-        pool.run(kernels.align, ids, sorted_ids, expert_ids, padded_count, self.num_experts, block)
-        routing = (sorted_ids, expert_ids, padded_count)
-
-        inner = self.intermediate_size
-        cache1 = pool.take("cache1", (pairs, 2 * inner), hidden.dtype)
-        pool.run(self._gemm1, hidden, self.gate_up, *routing, cache1, top_k, block)
-        cache2 = pool.take("cache2", (pairs, inner), hidden.dtype)
-        pool.run(kernels.silu_and_mul, cache1, cache2)
-        pool.release("cache1")
-        cache3 = pool.take("cache3", (tokens, top_k, self.hidden_size), hidden.dtype)
-        pool.run(self._gemm2, cache2, self.down, *routing, cache3.view(pairs, -1), 1, block)
-        pool.release("cache2", "sorted_token_ids", "expert_ids", "padded_token_count")
-        pool.run(kernels.merge, cache3, weights, ids, out)
-        pool.release("cache3")
+        """The same by expert, for a routing that is known; see `GroupedExperts`."""
+        self._grouped(hidden, self.gate_up, self.down, weights, ids, out, residual)

@@ -91,7 +91,10 @@ def test_doctor_says_what_is_missing_instead_of_failing(capsys, monkeypatch):
     monkeypatch.delenv("GRAPHCAP_STRICT")
     assert main(["doctor"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "has no ixformer kernels" in printed
+    expected = "cannot be imported" if torch.cuda.is_available() else "run on a CoreX card"
+    assert f"ixformer{expected}" in printed.replace("ixformer's operations ", "ixformer").replace(
+        "ixformer cannot", "ixformercannot"
+    )
     assert "GRAPHCAP=1 has no effect: vLLM is not installed" in printed
 
 

@@ -66,7 +66,11 @@ def make_decoder(
 
 
 def make_cache(
-    weights: ModelWeights, num_sequences: int = 4, max_context: int = 24, block_size: int = 4
+    weights: ModelWeights,
+    num_sequences: int = 4,
+    max_context: int = 24,
+    block_size: int = 4,
+    kernels: DecodeKernels = KERNELS,
 ) -> PagedCache:
     return PagedCache(
         weights.shape,
@@ -75,7 +79,18 @@ def make_cache(
         block_size=block_size,
         device="cpu",
         dtype=weights.dtype,
+        format=kernels.cache_format,
     )
+
+
+def by_slot(cache: PagedCache, tensor: torch.Tensor) -> torch.Tensor:
+    """A view of keys or values of any layout as (blocks, block_size, elements); writes to a copy of it
+    are lost where no view can be had."""
+    if cache.format.layout == "heads":
+        tensor = tensor.transpose(1, 2)
+    elif cache.format.layout == "packed":
+        tensor = tensor.permute(0, 3, 1, 2, 4) if tensor.dim() == 5 else tensor.permute(0, 3, 1, 2)
+    return tensor.flatten(2)
 
 
 def free_blocks(cache: PagedCache) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoders import by_slot
 from reference_models import (
     TOKENS,
     VOCAB,
@@ -110,7 +111,7 @@ def poison(cache: PagedCache) -> None:
 
 def written(cache: PagedCache) -> int:
     """Cache slots without a NaN in the last layer."""
-    return int((~cache.keys[-1].isnan().flatten(2).any(2))[NULL_BLOCK + 1 :].sum())
+    return int((~by_slot(cache, cache.keys[-1]).isnan().any(2))[NULL_BLOCK + 1 :].sum())
 
 
 def traced(laid: Prompts, bring: Callable[[Any], Any], follow: Callable[[], Any]) -> Reference:
@@ -246,6 +247,7 @@ def make_decoder_cache(weights: ModelWeights) -> PagedCache:
         block_size=4,
         device="cpu",
         dtype=weights.dtype,
+        format=KERNELS.cache_format,
     )
 
 
@@ -303,7 +305,7 @@ def serve(decoder: Decoder, prompts: list[list[int]], every: int) -> Reference:
                 "token_ids": torch.tensor([s.next_token for s in running], dtype=torch.int32),
                 "positions": positions,
                 "seq_lens": (positions + 1).int(),
-                "slot_mapping": own * size + positions % size,
+                "slot_mapping": (own * size + positions % size).to(decoder.cache.format.slot_dtype),
                 "block_tables": tables,
             }
         elif any(s.position < len(s.prompt) for s in running):

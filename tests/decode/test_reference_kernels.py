@@ -244,13 +244,14 @@ def test_argmax_of_equal_logits_is_the_lowest(vocab: int, dtype: torch.dtype) ->
     assert out.tolist() == [best[0] for best in rows]
 
 
-def test_advance() -> None:
+@pytest.mark.parametrize("slot_dtype", [torch.int64, torch.int32])
+def test_advance(slot_dtype: torch.dtype) -> None:
     size, tables = 4, torch.arange(1, 22, dtype=torch.int32).view(7, 3)
     tables[6, 1:] = NULL_BLOCK
     # Inside a block, into the next one, out of the table, out of it already, a pad, a first token,
     # out of the blocks that are owned.
     positions = torch.tensor([5, 7, 11, 12, 0, 0, 3])
-    slots = torch.tensor([21, 27, 39, -1, -1, 64, 79])
+    slots = torch.tensor([21, 27, 39, -1, -1, 64, 79], dtype=slot_dtype)
     lengths, tokens = (positions + 1).int(), torch.arange(100, 107, dtype=torch.int32)
     sampled = torch.arange(50, 57, dtype=torch.int32)
     kept = sampled.clone(), tables.clone()

@@ -314,8 +314,9 @@ def test_argmax_splits() -> None:
             assert (splits - 1) * chunk < vocabulary <= splits * chunk
 
 
+@pytest.mark.parametrize("slot_dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("m", [1, 5, 130])
-def test_advance(m: int) -> None:
+def test_advance(m: int, slot_dtype: torch.dtype) -> None:
     page, width = 4, 3
     # Some entries are the null block 0, which no sequence owns.
     tables = torch.randint(1, 99, (m, width), generator=generator(m), dtype=torch.int32)
@@ -324,6 +325,7 @@ def test_advance(m: int) -> None:
     positions = torch.randint(0, page * width, (m,), generator=generator(m + 1)).to(DEVICE)
     positions[0] = page * width - 1  # its table is full after this step
     slots = tables.gather(1, positions[:, None] // page)[:, 0].long() * page + positions % page
+    slots = slots.to(slot_dtype)
     slots[1::3] = -1
     lengths = (positions + 1).int()
     sampled = torch.arange(1000, 1000 + m, dtype=torch.int32, device=DEVICE)

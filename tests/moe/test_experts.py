@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphcap.moe.experts import RoutedExperts
-from graphcap.moe.kernels import choose_backend, expert_kernels
+from graphcap.moe.kernels import ExpertKernels, choose_backend, expert_kernels
 from graphcap.pool import BufferPool
 
 CPU = torch.device("cpu")
@@ -23,6 +23,7 @@ class Case:
         inner: int,
         dtype: torch.dtype = torch.float32,
         renormalize: bool = True,
+        kernels: ExpertKernels | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(rows * 100 + top_k)
 
@@ -35,7 +36,7 @@ class Case:
         self.row_ids = torch.arange(rows)
         self.pool = BufferPool(CPU)
         self.layer = RoutedExperts(
-            expert_kernels(choose_backend("reference", CPU)),
+            kernels or expert_kernels(choose_backend("reference", CPU)),
             self.pool,
             self.router,
             self.gate_up,

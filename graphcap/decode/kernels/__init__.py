@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 
+from graphcap.decode.cache_format import CacheFormat
 from graphcap.moe.kernels import Backend, ExpertKernels, expert_kernels
-from graphcap.operations import Operation
+from graphcap.operations import KernelChoice, Operation, kernel_choices
 
 
 @dataclass(frozen=True)
 class DecodeKernels:
-    """The operations that `DecodeStep` is built from; signatures as in `reference`."""
+    """The operations that `DecodeStep` is built from; signatures as in `reference`.
+
+    Attributes:
+        bound: (slot_mapping, seq_lens, slots, lengths, capacity): what cache write and attention are
+            given instead of the slots, for kernels that do not skip padding or stop at the capacity
+            by themselves; None: they do.
+        cache_format: of the cache that cache write and attention work on.
+        takes_views: norm, rotary and attention take views of a fused buffer; otherwise queries and
+            keys are copied out of it.
+        notes: name of a field -> why it is not the backend's own kernel.
+    """
 
     experts: ExpertKernels
     embedding: Operation
@@ -23,9 +35,27 @@ class DecodeKernels:
     attention: Operation
     argmax: Operation
     advance: Operation
+    bound: Operation | None = None
+    cache_format: CacheFormat = CacheFormat()  # noqa: RUF009 - frozen
+    takes_views: bool = True
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def choices(self) -> tuple[KernelChoice, ...]:
+        """Which kernel each operation of the step runs on."""
+        return (*kernel_choices(self, self.notes), *self.experts.choices())
 
 
 def decode_kernels(backend: Backend) -> DecodeKernels:
+    """The operations of `backend`.
+
+    Raises:
+        BackendError: ixformer cannot be imported, or is of no known generation.
+    """
+    if backend.name == "ixformer":
+        from graphcap.decode.kernels.ixformer import bind
+        from graphcap.moe.kernels.ixformer_library import load_library
+
+        return bind(load_library(), decode_kernels(Backend(backend.stand_in, "stands in")))
     module = import_module(f"graphcap.decode.kernels.{backend.name}")
     return DecodeKernels(
         expert_kernels(backend),

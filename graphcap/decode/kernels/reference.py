@@ -155,7 +155,7 @@ def cache_write(
     Rows with a negative slot store nothing: they write slot 0 of the reserved null block back as it
     was, which keeps the shapes fixed.
     """
-    torch.lt(slot_mapping, constant(0, k.device, torch.int64), out=is_pad)
+    torch.lt(slot_mapping, constant(0, k.device, slot_mapping.dtype), out=is_pad)
     torch.clamp(slot_mapping, min=0, out=slots)
     for new, cache in ((k, key_cache), (v, value_cache)):
         flat = cache.view(-1, *cache.shape[2:])
@@ -289,6 +289,7 @@ def _advance_scratch(
         "block": ((rows, 1), torch.int64),
         "entry": ((rows, 1), torch.int32),
         "slot": ((rows,), torch.int64),
+        "next_slot": ((rows,), slot_mapping.dtype),
         "offset": ((rows,), torch.int64),
         "beyond": ((rows,), torch.bool),
         "unowned": ((rows, 1), torch.bool),
@@ -311,6 +312,7 @@ def advance(
     block: torch.Tensor,
     entry: torch.Tensor,
     slot: torch.Tensor,
+    next_slot: torch.Tensor,
     offset: torch.Tensor,
     beyond: torch.Tensor,
     unowned: torch.Tensor,
@@ -318,12 +320,12 @@ def advance(
     """Make the slots those of the next token, in place, for rows with slot_mapping >= 0.
 
     token_ids (M,) int32 = sampled; positions (M,) int64 and seq_lens (M,) int32 grow by one;
-    slot_mapping (M,) int64 is where the new position lies in the cache, or -1 beyond the blocks of
+    slot_mapping (M,) int64 or int32 is where the new position lies in the cache, or -1 beyond the blocks of
     the sequence (past the end of its row of block_tables, or where that holds the null block 0).
     """
     device, blocks = sampled.device, block_tables.shape[1]
     size = constant(block_size, device, torch.int64)
-    torch.ge(slot_mapping, constant(0, device, torch.int64), out=is_real)
+    torch.ge(slot_mapping, constant(0, device, slot_mapping.dtype), out=is_real)
     torch.where(is_real, sampled, token_ids, out=token_ids)
     one.copy_(is_real)
     wide_one.copy_(is_real)
@@ -339,4 +341,5 @@ def advance(
     slot.copy_(entry[:, 0])
     slot.mul_(size).add_(offset)
     torch.where(beyond, constant(-1, device, torch.int64), slot, out=slot)
-    torch.where(is_real, slot, slot_mapping, out=slot_mapping)
+    next_slot.copy_(slot)  # of one dtype with the mapping, which may be int32
+    torch.where(is_real, next_slot, slot_mapping, out=slot_mapping)

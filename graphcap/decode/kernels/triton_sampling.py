@@ -170,9 +170,9 @@ def advance(
 ) -> None:
     """Make the inputs of this step those of the next, in place, for rows with slot_mapping >= 0.
 
-    sampled, token_ids, seq_lens (M,) int32; positions, slot_mapping (M,) int64; block_tables (M, nb)
-    int32. A row that owns no block for its next position (its table is full, or holds the null block
-    0 there) gets slot -1. Padding rows are left as they are.
+    sampled, token_ids, seq_lens (M,) int32; positions (M,) int64; slot_mapping (M,) int64 or int32;
+    block_tables (M, nb) int32. A row that owns no block for its next position (its table is full, or
+    holds the null block 0 there) gets slot -1. Padding rows are left as they are.
     """
     rows = sampled.shape[0]
     _advance_kernel[(triton.cdiv(rows, 128),)](

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ from inspect import signature
 import torch
 
 from graphcap.errors import BackendError
-from graphcap.operations import Operation
+from graphcap.operations import KernelChoice, Operation, kernel_choices
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +30,32 @@ class PairKernels:
 
 
 @dataclass(frozen=True)
+class FusedGemm:
+    """A grouped GEMM of vLLM's fused-MoE interface: it is given the routing itself as well.
+
+    Attributes:
+        gemm: (a, weight, out (M, K, N), weights, ids, sorted_ids, expert_ids, padded_count,
+            multiplies, pairs_per_row, block): out[pair] = a[pair // pairs_per_row] @
+            weight[expert].T, times the pair's weight where it `multiplies`. Writes the rows of all
+            M*K pairs: none may be dropped.
+        weighs: the second product multiplies by the top-k weights, and `merge` only adds.
+    """
+
+    gemm: Operation
+    weighs: bool
+
+
+@dataclass(frozen=True)
 class ExpertKernels:
     """The operations that `RoutedExperts` is built from; signatures as in `reference`.
 
-    A backend without `pairs` groups the pairs by expert whatever the number of tokens.
+    A backend without `pairs` groups the pairs by expert whatever the number of tokens. With `fused`
+    that one takes the place of `expert_gemm`, `align` is given the buffers of its interface (see
+    `RoutedExperts`), `topk_softmax` gives padding rows experts that exist, with weight 0, and `merge`
+    takes a residual (M, H) or None as its last argument.
+
+    Attributes:
+        notes: name of a field -> why it is not the backend's own kernel.
     """
 
     name: str
@@ -43,14 +66,28 @@ class ExpertKernels:
     silu_and_mul: Operation
     merge: Operation
     pairs: PairKernels | None = None
+    fused: FusedGemm | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def choices(self) -> tuple[KernelChoice, ...]:
+        """Which kernel each operation runs on."""
+        rows = kernel_choices(self, self.notes)
+        if self.pairs is not None:
+            rows += kernel_choices(self.pairs, {})
+        return rows
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A chosen kernel backend, and why it was chosen."""
+    """A chosen kernel backend, and why it was chosen.
+
+    Attributes:
+        stand_in: the backend of the operations that this one lacks; only ixformer lacks any.
+    """
 
     name: str
     why: str
+    stand_in: str = "reference"
 
 
 @cache
@@ -85,12 +122,21 @@ def choose_backend(wanted: str, device: torch.device) -> Backend:
     Raises:
         BackendError: the backend cannot run here; says what is missing and what can be used.
     """
-    if wanted in ("vllm", "ixformer"):
+    if wanted == "vllm":
         raise BackendError(
             f"GRAPHCAP_KERNELS={wanted}: this version of graphcap has no {wanted} kernels for its own "
             f"decode step; use auto, triton or reference"
         )
     version = _triton_version()
+    if wanted == "ixformer":
+        from graphcap.moe.kernels.ixformer_library import load_library
+
+        if device.type != "cuda":
+            raise BackendError(
+                f"GRAPHCAP_KERNELS=ixformer: ixformer's operations run on a CoreX card, found device "
+                f"{device}; use auto or reference"
+            )
+        return Backend("ixformer", f"asked for ({load_library().title})", _stand_in())
     if wanted == "reference":
         return Backend("reference", "asked for")
     if wanted == "triton":
@@ -107,6 +153,13 @@ def choose_backend(wanted: str, device: torch.device) -> Backend:
         return Backend("triton", f"asked for (Triton {version})")
     if device.type != "cuda":
         return Backend("reference", f"the device is {device.type}, which Triton does not serve")
+    if has_ixformer():
+        from graphcap.moe.kernels.ixformer_library import load_library
+
+        try:
+            return Backend("ixformer", f"{load_library().title} is there", _stand_in())
+        except BackendError as error:
+            logger.warning("ixformer is not used: %s", error)
     if version is None:
         logger.warning(
             "Triton is missing, broken or older than 3.0, so %s runs the reference kernels, which are "
@@ -117,7 +170,38 @@ def choose_backend(wanted: str, device: torch.device) -> Backend:
     return Backend("triton", f"Triton {version} is there and the device is CUDA")
 
 
+def _stand_in() -> str:
+    """The backend of what ixformer lacks: Triton where graphcap's kernels can be imported with it."""
+    if _triton_version() is None:
+        return "reference"
+    try:
+        import_module("graphcap.decode.kernels.triton")
+    except Exception as error:  # an old Triton, as CoreX images have
+        logger.warning(
+            "graphcap's Triton kernels cannot be imported with this Triton (%s); what ixformer lacks "
+            "runs on the reference kernels, which are made to be right, not fast",
+            error,
+        )
+        return "reference"
+    return "triton"
+
+
+def has_ixformer() -> bool:
+    """Whether this Python has an ixformer, or a torch built for the cards that come with one."""
+    return find_spec("ixformer") is not None or "corex" in torch.__version__
+
+
 def expert_kernels(backend: Backend) -> ExpertKernels:
+    """The operations of `backend`.
+
+    Raises:
+        BackendError: ixformer cannot be imported, or is of no known generation.
+    """
+    if backend.name == "ixformer":
+        from graphcap.moe.kernels.ixformer import bind
+        from graphcap.moe.kernels.ixformer_library import load_library
+
+        return bind(load_library(), expert_kernels(Backend(backend.stand_in, "stands in")))
     module = import_module(f"graphcap.moe.kernels.{backend.name}")
     pairs = None
     if hasattr(module, "pair_gate_up"):

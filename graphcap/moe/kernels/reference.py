@@ -86,7 +86,7 @@ def topk_softmax(
     if renormalize:
         torch.sum(weights, -1, keepdim=True, out=total)
         weights.div_(total)
-    torch.lt(row_ids[:, None], constant(0, device, torch.int64), out=is_pad)
+    torch.lt(row_ids[:, None], constant(0, device, row_ids.dtype), out=is_pad)
     # where, not masked_fill_: that reads its value on the host.
     torch.where(is_pad, constant(0, device, torch.float32), weights, out=weights)
     torch.where(is_pad, constant(-1, device, torch.int32), ids, out=ids)
