@@ -16,13 +16,14 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from graphcap.hosts.vllm.experts import PooledExperts
 from graphcap.hosts.vllm.patching import wrap
-from graphcap.hosts.vllm.v0.operations import as_operation
+from graphcap.hosts.vllm.v0.operations import FUSED_MOE, as_operation
 from graphcap.moe.grouped import GroupedExperts
 from graphcap.moe.kernels.constants import constant
 from graphcap.operations import BufferSpec, operation
@@ -234,8 +235,8 @@ def install() -> str:
         What was done, for ``graphcap doctor``.
     """
     from vllm import _custom_ops
-    from vllm.model_executor.layers.fused_moe import fused_moe
 
+    fused_moe = import_module(FUSED_MOE)
     original = fused_moe.fused_experts
     wrap(fused_moe, "fused_experts", _fused_experts)
     wrap(_custom_ops, "topk_softmax", _topk_softmax)

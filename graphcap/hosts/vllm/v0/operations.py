@@ -9,6 +9,7 @@ kernel for experts, which a tape refuses as a bare launch, likewise.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from graphcap.hosts.vllm.patching import wrap
@@ -34,6 +35,9 @@ WRITE_INTO_ARGUMENTS = (
 )
 """Functions of ``vllm._custom_ops`` that return nothing and that a decode step may call; for
 ``topk_softmax`` see `experts`."""
+
+FUSED_MOE = "vllm.model_executor.layers.fused_moe.fused_moe"
+"""A module; its package has a function of the same name, which hides it from ``from … import``."""
 
 
 def as_operation(name: str, where: str) -> Callable[..., Any]:
@@ -63,7 +67,5 @@ def install() -> None:
 
 def install_experts() -> None:
     """The same for the Triton kernel of vLLM's own experts."""
-    from vllm.model_executor.layers.fused_moe import fused_moe
-
     name = "invoke_fused_moe_kernel"
-    wrap(fused_moe, name, as_operation(name, "vllm triton"))
+    wrap(import_module(FUSED_MOE), name, as_operation(name, "vllm triton"))
