@@ -3,9 +3,9 @@
 Up to as many rows as the largest bucket has; larger batches, quantised weights and whatever else the
 kernels do not take go to vLLM's own function, with its three caches and its chunk loop, and are counted.
 
-In a step of graphcap's the intermediates are the pool's and padding reaches no expert. Elsewhere (a
-short prefill, an eager decode step) the same kernels run with buffers of the allocator, so that a step
-has the same result on either way.
+In a step of graphcap's the intermediates are the pool's, the routing is graphcap's as well, and padding
+reaches no expert. Elsewhere (a short prefill, an eager decode step) the same kernels run with buffers of
+the allocator.
 """
 
 from __future__ import annotations
