@@ -1,6 +1,6 @@
 """Runs scenarios in the wheel of vLLM 0.6.3, over what stands in for its kernels; see gather.py.
 
-    python gather_v0.py scenarios.v0_plugin scenarios.v0_decode
+python gather_v0.py scenarios.v0_plugin scenarios.v0_decode
 """
 
 from __future__ import annotations

@@ -8,9 +8,7 @@ from scenarios.v0_experts import MOST, OTHERS, SHAPES
 
 V0_SCENARIOS = "scenarios.v0_experts"
 
-KINDS = [
-    f"{dtype} {how}" for dtype in ("bfloat16", "float16") for how in ("renormalized", "plain")
-]
+KINDS = [f"{dtype} {how}" for dtype in ("bfloat16", "float16") for how in ("renormalized", "plain")]
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}  # of the largest value
 OURS = f"graphcap's reference kernels up to {MOST} rows"
 OF_VLLM = {"invoke_fused_moe_kernel", "moe_align_block_size", "silu_and_mul", "topk_softmax"}

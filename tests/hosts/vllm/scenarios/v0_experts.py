@@ -41,7 +41,9 @@ def draw(tokens: int, top_k: int, dtype: torch.dtype, seed: int) -> Call:
 
 def in_float64(call: Call, renormalize: bool) -> torch.Tensor:
     x, w1, w2 = (call[name].double() for name in ("x", "w1", "w2"))
-    weights, ids = call["logits"].double().softmax(-1).topk(call["top_k"], -1)
+    # Of equal logits the lower expert comes first.
+    ordered = call["logits"].double().softmax(-1).sort(stable=True, dim=-1, descending=True)
+    weights, ids = (each[:, : call["top_k"]] for each in ordered)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     out = torch.zeros_like(x)
@@ -173,7 +175,10 @@ def quantised() -> dict[str, Any]:
     fused = import_module("vllm.model_executor.layers.fused_moe.fused_moe")
     call = draw(5, 2, torch.bfloat16, 5)
     scales = {name: call[name].float().abs().amax(-1) / 127 for name in ("w1", "w2")}
-    eight = {name: (call[name].float() / s[..., None]).round().to(torch.int8) for name, s in scales.items()}
+    eight = {
+        name: (call[name].float() / s[..., None]).round().to(torch.int8)
+        for name, s in scales.items()
+    }
     wide = {name: eight[name].double() * s[..., None].double() for name, s in scales.items()}
     weights, ids = fused.fused_topk(call["x"], call["logits"], 2, True)
     kernels.calls.clear()

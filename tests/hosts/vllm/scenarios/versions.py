@@ -18,7 +18,17 @@ from scenarios.common import (
 )
 from scenarios.plugin import state
 
-VERSIONS = ("0.6.2", "0.7.3", "0.25.0", "0.26.1", "0.33.1", "0.33.0+cu130", "0.34.1", "1.0.0", "dev")
+VERSIONS = (
+    "0.6.2",
+    "0.7.3",
+    "0.25.0",
+    "0.26.1",
+    "0.33.1",
+    "0.33.0+cu130",
+    "0.34.1",
+    "1.0.0",
+    "dev",
+)
 
 
 def version(text: str) -> dict[str, Any]:

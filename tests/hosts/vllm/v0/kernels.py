@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from v0.absent import CausalBlocks, attention
+
 calls: Counter[str] = Counter()
 """How often each has run."""
 
@@ -27,9 +29,7 @@ def silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
     _as_far_as(out, x.shape[0]).copy_(result)
 
 
-def rms_norm(
-    out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> None:
+def rms_norm(out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
     out.copy_(_normed(input, weight, epsilon))
 
 
@@ -150,15 +150,43 @@ def paged_attention_v2(
     )
 
 
+def context_attention_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    kv_cache_dtype: str,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    b_loc: torch.Tensor,
+    b_start_loc: torch.Tensor,
+    b_seq_len: torch.Tensor,
+    b_ctx_len: torch.Tensor,
+    max_input_len: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    alibi_slopes: Any = None,
+    sliding_window: int | None = None,
+) -> None:
+    """Prompts without a cached prefix."""
+    prompts = b_start_loc.shape[0]
+    assert int(b_ctx_len[:prompts].sum()) == 0
+    group = q.shape[1] // k.shape[1]
+    heads = [t[None].repeat_interleave(group, 2) for t in (k, v)]
+    lengths = CausalBlocks(b_seq_len[:prompts].tolist())
+    o.copy_(attention(q[None], *heads, lengths, 0.0, q.shape[-1] ** -0.5)[0])
+
+
 def topk_softmax(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     token_expert_indicies: torch.Tensor,
     gating_output: torch.Tensor,
 ) -> None:
-    weights, ids = gating_output.double().softmax(-1).topk(topk_ids.shape[1], -1)
-    topk_weights.copy_(weights)
-    topk_ids.copy_(ids)
+    # Of equal logits, which are common in bfloat16, the lower expert comes first.
+    weights, ids = gating_output.double().softmax(-1).sort(stable=True, dim=-1, descending=True)
+    topk_weights.copy_(weights[:, : topk_ids.shape[1]])
+    topk_ids.copy_(ids[:, : topk_ids.shape[1]])
 
 
 def moe_align_block_size(
@@ -244,12 +272,15 @@ def install() -> None:
     for function in IN_CUSTOM_OPS:
         _put(_custom_ops, function)
     fused_moe = import_module("vllm.model_executor.layers.fused_moe.fused_moe")
+    _put(import_module("vllm.attention.ops.paged_attn"), context_attention_fwd)
     _put(fused_moe, invoke_fused_moe_kernel)
 
 
 def _put(module: Any, function: Any) -> None:
     name = function.__name__
-    theirs, ours = (list(inspect.signature(f).parameters) for f in (getattr(module, name), function))
+    theirs, ours = (
+        list(inspect.signature(f).parameters) for f in (getattr(module, name), function)
+    )
     assert theirs == ours, f"{name}: the wheel has {theirs}, here is {ours}"
 
     def counted(*args: Any, **kwargs: Any) -> None:

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from scenarios.common import set_variables
 
-from v0 import kernels
-
 MOST = 12
 """Sequences of the engines here: no multiple of eight, so that a ladder of eights would miss it."""
 
@@ -143,16 +141,17 @@ def start(worker: Any) -> Any:
 
 
 class Sequences:
-    """Sequences of given lengths with random tokens, each with blocks of the cache of its own."""
+    """Sequences of given lengths with random tokens, each with blocks of the cache of its own, up to
+    `growth` more tokens."""
 
-    def __init__(self, lengths: Sequence[int], seed: int = 0) -> None:
+    def __init__(self, lengths: Sequence[int], seed: int = 0, growth: int = 4) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tokens = [
             torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths
         ]
         order = (torch.randperm(CACHE_BLOCKS - 1, generator=generator) + 1).tolist()
-        # One more than now: a sequence grows. Block 0 is nobody's.
-        self.blocks = [[order.pop() for _ in range(n // BLOCK + 1)] for n in lengths]
+        # Block 0 is nobody's.
+        self.blocks = [[order.pop() for _ in range(-(-(n + growth) // BLOCK))] for n in lengths]
 
     def append(self, tokens: Sequence[int]) -> None:
         for sequence, token in zip(self.tokens, tokens, strict=True):
