@@ -9,7 +9,7 @@ from v0.worker import MOST
 V0_SCENARIOS = "scenarios.v0_decode"
 
 LADDER = (1, 2, 4, 8, 12)
-SAME = 1e-2  # of the largest value, in bfloat16: vLLM's top-k and experts against graphcap's
+SAME = 2e-3  # of the largest value, in float16
 ROWS = range(1, MOST + 1)
 
 
@@ -27,7 +27,12 @@ def test_replayed_step_equals_the_eager_one(v0_facts: Facts, name: str, rows: in
     assert found["rows"] == rows  # no padding comes back
     assert found["tokens"]
     assert found["to eager"] < SAME
-    assert found["to vllm"] < 2 * SAME
+
+
+@pytest.mark.parametrize("name", ["every batch size", "every batch size, checked"])
+def test_replayed_steps_are_like_those_on_vllms_own_experts(v0_facts: Facts, name: str):
+    like = sum(found["rows like vllm's"] for found in v0_facts[name]["steps"].values())
+    assert like >= 0.95 * sum(ROWS)  # where a rounding decides the routing, a row is another
 
 
 def test_every_step_was_one_replay_of_its_bucket(v0_facts: Facts):

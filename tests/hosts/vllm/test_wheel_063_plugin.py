@@ -143,3 +143,21 @@ def test_without_fused_experts_the_layers_stay_vllms(v0_facts: Facts):
     assert found["parts"]["experts"] == gone
     assert found["warnings"] == [f"graphcap: a hook is missing in vLLM 0.6.3.post1: {gone}"]
     assert not any(name.startswith(FUSED) for name in found["wrapped"])
+
+
+# -- doctor --------------------------------------------------------------------------------------
+
+
+def test_doctor_looks_at_the_hooks_of_this_engine(v0_facts: Facts):
+    found = v0_facts["looked at"]
+    assert found["why_not"] == []
+    assert found["vllm"] == "0.6.3.post1"
+    assert {hook["name"] for hook in found["hooks"]} == set(NAMES)
+    assert all(hook["fault"] is None for hook in found["hooks"])
+    assert found["loaded_by_vllm"]
+    assert found["parts"]["v0"] == "installed"
+    assert found["recorder"] == "tape"
+    assert found["warnings"] == [
+        "vLLM 0.6.3.post1 decides on a model when its engine has loaded it: the line 'graphcap takes the "
+        "decode step' of its log says what was chosen"
+    ]

@@ -27,11 +27,14 @@ from scenarios.common import from_graphcap, log_records, warnings_in
 
 Facts = dict[str, Any]
 
+CLOSE = 1e-2
+"""Relative difference of rows that went to the same experts: vLLM's round elsewhere than graphcap's."""
+
 
 def begun(lengths: list[int], seed: int = 0, *, variables: Any = None, **args: Any) -> Any:
     """(worker, engine, sequences that have their first new token)."""
     turn_on(**{"kernels": "reference", **(variables or {})})
-    worker = make_worker(dtype="bfloat16", **args)
+    worker = make_worker(**{"dtype": "bfloat16", **args})
     engine = start(worker)
     return worker, engine, after_prefill(worker, lengths, seed)
 
@@ -72,7 +75,10 @@ def one_step(worker: Any, engine: Any, sequences: Sequences) -> Facts:
         "tokens": replayed["tokens"] == eager["tokens"],
         "rows": replayed["hidden"].shape[0],
         "to eager": difference(replayed["hidden"], eager["hidden"]),
-        "to vllm": difference(replayed["hidden"], of_vllm["hidden"]),
+        "rows like vllm's": sum(
+            difference(one, other) < CLOSE
+            for one, other in zip(replayed["hidden"], of_vllm["hidden"], strict=True)
+        ),
         "kernels": dict(kernels.calls),
         "experts of vLLM": kernels.calls["invoke_fused_moe_kernel"],
     }
@@ -96,7 +102,8 @@ def stats(engine: Any) -> Facts:
 
 
 def every_batch_size(**variables: str) -> Facts:
-    worker, engine, _ = begun([5], variables=variables)
+    # In float16 few routings are so close that a rounding decides them.
+    worker, engine, _ = begun([5], variables=variables, dtype="float16")
     found = {}
     for rows in range(1, MOST + 1):
         lengths = [3 + (7 * rows + 11 * number) % 60 for number in range(rows)]
@@ -107,7 +114,7 @@ def every_batch_size(**variables: str) -> Facts:
 def generation(**args: Any) -> Facts:
     """Forty tokens, over block boundaries, each next to what eager steps alone would have chosen."""
     variables = args.pop("variables", {})
-    worker, engine, _ = begun([4], variables=variables, **args)
+    worker, engine, _ = begun([4], variables=variables, dtype="float16", **args)
     sequences = after_prefill(worker, [4, 15, 31, 33, 47], growth=44)
     caches = [cache.clone() for cache in worker.gpu_cache[0]]
     first = [list(tokens) for tokens in sequences.tokens]

@@ -121,7 +121,16 @@ def missing(module: str, path: str) -> dict[str, Any]:
     return {**state(), "warnings": warnings_in(records)}
 
 
+def looked_at() -> dict[str, Any]:
+    """What ``graphcap doctor --vllm`` asks."""
+    from graphcap.hosts.vllm.probe import look
+
+    set_variables({"GRAPHCAP": "1"})
+    return look("a/model")
+
+
 SCENARIOS = {
+    "looked at": looked_at,
     "unset": partial(loaded, None),
     "0": partial(loaded, "0"),
     "another named": partial(loaded, "1", "another"),
