@@ -228,7 +228,9 @@ class BufferPool:
                 name, shape, dtype, f"{nbytes} bytes, but {capacity} bytes were planned"
             )
         start = plan.offsets[name]
-        view = self.arena[start : start + nbytes].view(dtype).view(shape)
+        # torch 2.1 cannot make the view in inference mode while a step is watched.
+        with torch.inference_mode(False):
+            view = self.arena[start : start + nbytes].view(dtype).view(shape)
         self._views[(name, shape, dtype)] = view
         return view
 

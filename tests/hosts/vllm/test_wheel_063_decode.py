@@ -221,7 +221,9 @@ def test_plain_engine_is_taken(v0_facts: Facts):
 
 def test_engine_with_an_obstacle_captures_as_vllm_does(v0_facts: Facts):
     found = v0_facts["left to vLLM"]
-    assert "CUDA" in found["raised"]  # vLLM's own capture was reached
+    assert (
+        "CUDA" in found["raised"] or "NVIDIA" in found["raised"]
+    )  # vLLM's own capture was reached
     assert found["warnings"] == ["graphcap leaves this engine to vLLM: prompt adapters"]
 
 

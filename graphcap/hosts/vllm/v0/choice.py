@@ -10,10 +10,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import vllm.envs as envs
-from vllm.attention.backends.utils import CommonAttentionState
-from vllm.worker.model_runner import ModelRunner
-
 from graphcap.buckets import BucketLadder
 from graphcap.hosts.vllm.config import Choice
 from graphcap.settings import Settings
@@ -24,6 +20,12 @@ GRAPH_INPUTS = ("_graph_slot_mapping", "_graph_seq_lens", "_graph_block_tables")
 
 def _backend(runner: Any) -> str:
     return "none" if runner.attn_backend is None else str(runner.attn_backend.get_name())
+
+
+def _compiles(runner: Any) -> bool:
+    from vllm import envs
+
+    return int(envs.VLLM_TORCH_COMPILE_LEVEL) > 0
 
 
 def _speculates(runner: Any) -> bool:
@@ -46,13 +48,16 @@ OBSTACLES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("weight offloading", lambda r: r.cache_config.cpu_offload_gb > 0),
     ("a model with a recurrent state", lambda r: r.has_inner_state),
     ("positions of several dimensions (M-RoPE)", lambda r: r.model_is_mrope),
-    ("torch.compile (VLLM_TORCH_COMPILE_LEVEL)", lambda r: envs.VLLM_TORCH_COMPILE_LEVEL > 0),
+    ("torch.compile (VLLM_TORCH_COMPILE_LEVEL)", _compiles),
 )
 """Features for which graphcap leaves an engine to vLLM: the name, and whether a model runner has it."""
 
 
 def decide(runner: Any, settings: Settings) -> Choice:
     """Decide for a model runner whose model is loaded. Changes nothing."""
+    from vllm.attention.backends.utils import CommonAttentionState
+    from vllm.worker.model_runner import ModelRunner
+
     if not isinstance(runner, ModelRunner):
         return Choice(False, (f"its model runner is {type(runner).__name__}",))
     why_not = [name for name, present in OBSTACLES if present(runner)]
