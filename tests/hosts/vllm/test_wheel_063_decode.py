@@ -69,13 +69,21 @@ def test_every_replay_can_be_checked(v0_facts: Facts):
     assert v0_facts["every batch size, checked"]["verified"] == MOST
 
 
-@pytest.mark.parametrize("name", ["generation", "generation without graphs"])
+@pytest.mark.parametrize("name", ["generation", "generation without graphs", "flash attention"])
 def test_forty_tokens_are_those_of_eager_steps(v0_facts: Facts, name: str):
     found = v0_facts[name]
     assert found["same"]
     assert found["different"] > 40  # not one token over and over
     assert found["replays"] == 40
     assert found["fallbacks"] == {}
+
+
+def test_attention_that_reads_the_steps_metadata_is_called_live(v0_facts: Facts):
+    found = v0_facts["flash attention"]
+    assert found["backend"] == "flash-attn"
+    assert found["failures"] == {}
+    assert "breaks: 2 operations of a step run live" in found["lines"][0]
+    assert found["calls"]["flash_attn_with_kvcache"] >= 2 * 80  # in 40 replays and 40 eager steps
 
 
 # -- --enforce-eager -----------------------------------------------------------------------------
