@@ -285,10 +285,6 @@ class DecodeEngine:
         self.manager.fall_back(rows, reason, remedy)
         self.reporter.fell_back(reason, rows)
 
-    def close(self) -> None:
-        """Give back the recordings."""
-        self.manager.close()
-
 
 @contextmanager
 def _no_vote_on_error() -> Iterator[None]:
