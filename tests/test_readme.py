@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from graphcap.hosts.vllm.obstacles import OBSTACLES
-from graphcap.hosts.vllm.versions import NEWEST, OLDEST, window
+from graphcap.hosts.vllm.v0.choice import OBSTACLES as V0_OBSTACLES
+from graphcap.hosts.vllm.versions import NEWEST, OLDEST, V0, window
 from graphcap.settings import VARIABLES, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 WITH_VLLM = README.split("## With vLLM")[1].split("\n## ")[0]
 TROUBLESHOOTING = README.split("## Troubleshooting")[1].split("\n## ")[0]
-PLUGIN = sorted((ROOT / "graphcap" / "hosts" / "vllm").glob("*.py"))
+PLUGIN = sorted((ROOT / "graphcap" / "hosts" / "vllm").rglob("*.py"))
 
 
 def test_the_python_example_runs():
@@ -90,6 +91,13 @@ def test_features_that_are_left_to_vllm_are_listed():
     assert sorted(listed) == sorted(name for name, _ in OBSTACLES)
 
 
+def test_features_of_vllm_0_6_3_that_are_left_to_it_are_listed():
+    begin, end = "<!-- left to vLLM 0.6.3: begin -->", "<!-- left to vLLM 0.6.3: end -->"
+    text = " ".join(WITH_VLLM.split(begin)[1].split(end)[0].split())
+    listed = re.split(r", (?:or )?", text.strip(" ."))
+    assert sorted(listed) == sorted(name for name, _ in V0_OBSTACLES)
+
+
 def test_metrics_are_listed():
     source = (ROOT / "graphcap" / "hosts" / "vllm" / "metrics.py").read_text()
     families = re.findall(r'_Family\(\s*"(\w+)",\s*"(graphcap_\w+)"', source)
@@ -109,7 +117,8 @@ def test_the_window_of_vllm_versions_is_the_same_everywhere():
         config["options.extras_require"]["vllm"].strip() == f"vllm>={oldest},<{major}.{minor + 1}"
     )
     run_or_bound = re.findall(r"^\| (\d+\.\d+)\.\d+ \| \*\*", WITH_VLLM, re.MULTILINE)
-    assert (run_or_bound[0], run_or_bound[-1]) == (oldest, newest)
+    v0 = ".".join(map(str, V0[:2]))
+    assert (run_or_bound[0], run_or_bound[1], run_or_bound[-1]) == (v0, oldest, newest)
 
 
 def test_links_lead_somewhere():

@@ -121,10 +121,10 @@ def examined(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def test_a_version_outside_the_window(false_vllm, capsys):
-    false_vllm("__version__ = '0.6.3'")
+    false_vllm("__version__ = '0.7.3'")
     result = examined(capsys)
-    assert result["machine"]["vLLM"] == "0.6.3, outside the window 0.26 to 0.33"
-    assert "vLLM 0.6.3 is outside the versions that graphcap is made for" in result["verdict"]
+    assert result["machine"]["vLLM"] == "0.7.3, outside the window 0.6.3 and 0.26 to 0.33"
+    assert "vLLM 0.7.3 is outside the versions that graphcap is made for" in result["verdict"]
     assert result["hooks"] == []
 
 
@@ -171,7 +171,7 @@ def test_a_plugin_that_vllm_does_not_load(false_vllm, capsys):
 
 
 def test_no_entry_point(false_vllm, monkeypatch, capsys):
-    false_vllm("__version__ = '0.6.3'")
+    false_vllm("__version__ = '0.7.3'")
     monkeypatch.setattr(doctor_vllm, "entry_points", lambda group: [])
     result = examined(capsys)
     assert result["machine"]["entry point"] == "not found"
@@ -259,7 +259,7 @@ def test_an_engine_on_an_h200(on_h200):
     result = json.loads(printed)  # vLLM's own lines are not among them
     machine, model = result["machine"], result["model"]
     assert (code, result["takes"], result["problems"]) == (0, True, [])
-    assert machine["vLLM"] == f"{on_h200['version']}, inside the window 0.26 to 0.33"
+    assert machine["vLLM"] == f"{on_h200['version']}, inside the window 0.6.3 and 0.26 to 0.33"
     assert machine["entry point"].startswith(
         "graphcap.hosts.vllm.plugin:register, of vllm-graphcap"
     )

@@ -17,6 +17,7 @@ from toy import custom_op, memory_events
 
 from graphcap.errors import CaptureError, StateError
 from graphcap.operations import operation
+from graphcap.pool import BufferPool
 from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.tape import TapeRecorder, TapeRecording, count_step
 
@@ -187,6 +188,24 @@ FUNCTIONS: dict[str, Function] = {
     "complex view": lambda x: torch.view_as_real(torch.view_as_complex(x.view(4, 3, 2)) * 2j),
     "kernel layer": kernel_layer,
 }
+
+
+def test_step_in_inference_mode_meets_a_frozen_pool_for_the_first_time_while_recorded():
+    pool = BufferPool(CPU)
+
+    def step() -> dict[str, torch.Tensor]:
+        with pool.step(), torch.inference_mode():
+            buffer = pool.take("buffer", (4, 3), torch.float32)
+            buffer.copy_(TABLE[:4])
+            return {"y": buffer + 1}
+
+    step()
+    pool.freeze()
+    recording = TapeRecorder(CPU).record(step, 4)
+    with torch.inference_mode():
+        recording.outputs["y"].fill_(float("nan"))
+    recording.replay()
+    assert torch.equal(recording.outputs["y"], TABLE[:4] + 1)
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graphcap.hosts.vllm import versions
@@ -26,25 +27,69 @@ def install(settings: Settings, status: PluginStatus) -> None:
     _speak_like_vllm()
     import vllm
 
-    if not versions.in_window(vllm.__version__):
+    generation = versions.generation(vllm.__version__)
+    if generation is None:
         _refuse(
             status,
             f"vLLM {vllm.__version__} is outside the versions that graphcap is made for "
             f"({versions.window()}); install one of these, or a newer graphcap",
         )
+    elif generation == "V0":
+        _install_v0(vllm.__version__, status)
+    else:
+        _install_v1(vllm.__version__, settings, status)
+
+
+def _install_v0(version: str, status: PluginStatus) -> None:
+    faults = _faults(versions.V0_HOOKS, status)
+    if "all" in faults or "v0" in faults:
+        _refuse(status, _listed(faults))
         return
+    _warn_of(faults, version)
+    from graphcap.hosts.vllm.v0 import operations, runner
+
+    operations.install()
+    if "experts" not in faults:
+        from graphcap.hosts.vllm.v0 import experts
+
+        operations.install_experts()
+        status.parts["experts"] = experts.install()
+    runner.install()
+    status.parts["v0"] = "installed"
+    from graphcap.hosts.vllm import counters, metrics
+
+    counters.share_directory()
+    status.parts["metrics"] = metrics.join_vllm_endpoint()
+    status.state, status.why = "on", ""
+    logger.info("graphcap is on for vLLM %s (V0 engine)", version)
+
+
+def _faults(hooks: Sequence[versions.Hook], status: PluginStatus) -> dict[str, list[str]]:
+    faults = versions.faults(hooks)
+    for part, texts in faults.items():
+        status.parts[part] = "; ".join(texts)
+    return faults
+
+
+def _listed(faults: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(text for texts in faults.values() for text in texts)
+
+
+def _warn_of(faults: Mapping[str, Sequence[str]], version: str) -> None:
+    for text in (text for texts in faults.values() for text in texts):
+        logger.warning("graphcap: a hook is missing in vLLM %s: %s", version, text)
+
+
+def _install_v1(version: str, settings: Settings, status: PluginStatus) -> None:
     from vllm.platforms import current_platform
 
     device = current_platform.device_type
     hooks = versions.HOOKS + (versions.CPU_HOOKS if device == "cpu" else ())
-    faults = versions.faults(hooks)
-    for part, texts in faults.items():
-        status.parts[part] = "; ".join(texts)
+    faults = _faults(hooks, status)
     if "all" in faults or ("v1" in faults and "v2" in faults) or "cpu" in faults:
-        _refuse(status, "; ".join(text for texts in faults.values() for text in texts))
+        _refuse(status, _listed(faults))
         return
-    for text in (text for texts in faults.values() for text in texts):
-        logger.warning("graphcap: a hook is missing in vLLM %s: %s", vllm.__version__, text)
+    _warn_of(faults, version)
 
     _install_config(settings, device, status)
     if "v1" not in faults:
@@ -73,7 +118,7 @@ def install(settings: Settings, status: PluginStatus) -> None:
     counters.share_directory()
     status.parts["metrics"] = metrics.join_vllm_endpoint()
     status.state, status.why = "on", ""
-    logger.info("graphcap is on for vLLM %s (%s)", vllm.__version__, device)
+    logger.info("graphcap is on for vLLM %s (%s)", version, device)
 
 
 def _refuse(status: PluginStatus, why: str) -> None:

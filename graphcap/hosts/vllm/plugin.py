@@ -19,7 +19,7 @@ class PluginStatus:
     Attributes:
         state: ``off``, ``refused`` or ``on``.
         why: of a refusal.
-        parts: what is installed (or why not), by part: v1, v2, cpu, experts, metrics.
+        parts: what is installed (or why not), by part: v0, v1, v2, cpu, experts, metrics.
     """
 
     state: str = "off"

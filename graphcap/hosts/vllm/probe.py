@@ -43,14 +43,18 @@ def look(model: str | None = None, max_num_seqs: int | None = None) -> dict[str,
             plugin.register()
             found["why_not"].append(plugin.STATUS.why)
             return found
-        found |= _platform()
+        generation = versions.generation(vllm.__version__)
+        found |= _platform() if generation == "V1" else _platform_v0()
+        hooks = versions.V0_HOOKS
+        if generation == "V1":
+            hooks = versions.HOOKS + (versions.CPU_HOOKS if found["device"] == "cpu" else ())
         found["hooks"] = [
             {
                 "needed_for": hook.needed_for,
                 "name": f"{hook.module}.{hook.path}",
                 "fault": hook.fault(),
             }
-            for hook in versions.HOOKS + (versions.CPU_HOOKS if found["device"] == "cpu" else ())
+            for hook in hooks
         ]
         found["loaded_by_vllm"] = _load()
     except Exception as error:  # of any kind: other people's code is imported and run
@@ -67,8 +71,13 @@ def look(model: str | None = None, max_num_seqs: int | None = None) -> dict[str,
             f"vLLM finds no device that graphcap serves (its platform is {found['platform']})"
         )
         return found
-    found |= _recorder_and_kernels(found)
-    if model is not None:
+    found |= _recorder_and_kernels(found, generation == "V0")
+    if model is not None and generation == "V0":
+        found["warnings"].append(
+            f"vLLM {vllm.__version__} decides on a model when its engine has loaded it: the line 'graphcap "
+            f"takes the decode step' of its log says what was chosen"
+        )
+    elif model is not None:
         found["model"] = _choice_for(model, max_num_seqs)
         found["why_not"] += found["model"]["why_not"]
     return found
@@ -87,6 +96,16 @@ def _platform() -> dict[str, Any]:
     return {"device": device, "platform": name}
 
 
+def _platform_v0() -> dict[str, Any]:
+    """vLLM 0.6.3 asks torch for a device; its own platform may be unknown to it, such as a vendor's."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if torch.cuda.is_available():
+        return {"device": "cuda", "platform": torch.cuda.get_device_name()}
+    return {"device": "cpu", "platform": type(current_platform).__name__}
+
+
 def _load() -> bool:
     """Load vLLM's plugins as an engine does. Returns whether graphcap was among them."""
     from vllm.plugins import load_general_plugins
@@ -97,7 +116,7 @@ def _load() -> bool:
     return loaded
 
 
-def _recorder_and_kernels(found: dict[str, Any]) -> dict[str, Any]:
+def _recorder_and_kernels(found: dict[str, Any], v0: bool) -> dict[str, Any]:
     import torch
 
     from graphcap.errors import BackendError
@@ -125,7 +144,8 @@ def _recorder_and_kernels(found: dict[str, Any]) -> dict[str, Any]:
     if experts.kernels is None:
         kernels = f"vLLM's own: {experts.why}"
     else:
-        kernels = f"graphcap's {experts.kernels.name}, up to {MOST_TOKENS} tokens: {experts.why}"
+        most = "the largest bucket" if v0 else f"{MOST_TOKENS} tokens"
+        kernels = f"graphcap's {experts.kernels.name}, up to {most}: {experts.why}"
     return {"recorder": recorder, "kernels": kernels}
 
 

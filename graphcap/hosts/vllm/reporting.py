@@ -7,21 +7,30 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.counters import SharedCounters
+from graphcap.hosts.vllm.experts import PooledExperts
+from graphcap.pool import BufferPool
 from graphcap.report import CaptureReport
 from graphcap.settings import Settings
-
-if TYPE_CHECKING:
-    from graphcap.hosts.vllm.engine import EngineCapture
 
 logger = logging.getLogger(__name__)
 
 _BREAKS = "vllm."
 """Operations in vLLM's own namespace read the forward context on the host (attention, cache update,
 linear attention): on a tape they are its breaks, called live with the metadata of the step."""
+
+
+class Captured(Protocol):
+    """What is told of an engine: `EngineCapture`, or `DecodeEngine` of vLLM 0.6.3."""
+
+    pool: BufferPool
+    failed: str | None
+
+    @property
+    def experts(self) -> PooledExperts: ...
 
 
 class Reporter:
@@ -48,7 +57,7 @@ class Reporter:
         self._counters.fallback(reason, rows)
 
     def captured(
-        self, engine: EngineCapture, reports: Mapping[str, CaptureReport], notes: Sequence[str]
+        self, engine: Captured, reports: Mapping[str, CaptureReport], notes: Sequence[str]
     ) -> None:
         """The capture is over: say it once, write it down, count it."""
         seconds = sum(report.seconds for report in reports.values())
@@ -61,7 +70,7 @@ class Reporter:
             self._write(self._path, self._plain(engine, reports, notes))
 
     def _lines(
-        self, engine: EngineCapture, reports: Mapping[str, CaptureReport], notes: Sequence[str]
+        self, engine: Captured, reports: Mapping[str, CaptureReport], notes: Sequence[str]
     ) -> list[str]:
         first = next(iter(reports.values()))
         seconds = sum(report.seconds for report in reports.values())
@@ -97,7 +106,7 @@ class Reporter:
         return lines
 
     def _plain(
-        self, engine: EngineCapture, reports: Mapping[str, CaptureReport], notes: Sequence[str]
+        self, engine: Captured, reports: Mapping[str, CaptureReport], notes: Sequence[str]
     ) -> dict[str, Any]:
         import vllm
 

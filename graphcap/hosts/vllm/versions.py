@@ -15,18 +15,34 @@ from typing import Any
 
 OLDEST = (0, 26)
 NEWEST = (0, 33)
-"""The window: every minor version from `OLDEST` to `NEWEST`. Tested: 0.26.0 on a GPU, the code of 0.26.0
-and 0.33.0, 0.32.0 on a CPU."""
+"""The window of the V1 engine: every minor version from `OLDEST` to `NEWEST`. Tested: 0.26.0 on a GPU, the
+code of 0.26.0 and 0.33.0, 0.32.0 on a CPU."""
+
+V0 = (0, 6, 3)
+"""The window of the V0 engine: this version, its post releases and vendors' builds of them. Tested: the
+code of 0.6.3.post1 on a CPU."""
 
 
 def window() -> str:
-    return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    """Both windows, in words."""
+    return f"{'.'.join(map(str, V0))} and {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+
+
+def generation(version: str) -> str | None:
+    """The engine, ``V0`` or ``V1``, that the plugin meets in `version` (such as ``0.6.3.post1``,
+    ``0.6.3+corex.3.2.3`` or ``0.32.0+cpu``); None: it is not made for that version."""
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    if found is None:
+        return None
+    major, minor, patch = int(found[1]), int(found[2]), int(found[3] or 0)
+    if (major, minor, patch) == V0:
+        return "V0"
+    return "V1" if OLDEST <= (major, minor) <= NEWEST else None
 
 
 def in_window(version: str) -> bool:
-    """Whether `version` (such as ``0.26.0`` or ``0.32.0+cpu``) is one the plugin is made for."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
+    """Whether `version` is one the plugin is made for."""
+    return generation(version) is not None
 
 
 @dataclass(frozen=True)
@@ -36,7 +52,7 @@ class Hook:
     Attributes:
         module, path: where it is, such as ``CudagraphDispatcher.dispatch``.
         parameters: names that its signature must have (in any order; more are fine).
-        needed_for: ``all``, ``v1``, ``v2``, ``experts`` or ``cpu``: what is off without it.
+        needed_for: ``all``, ``v0``, ``v1``, ``v2``, ``experts`` or ``cpu``: what is off without it.
     """
 
     module: str
@@ -141,6 +157,44 @@ CPU_HOOKS: tuple[Hook, ...] = (
         "CPUAttentionMetadataBuilder.build",
         ("common_attn_metadata",),
         "cpu",
+    ),
+)
+
+_V0 = "vllm.worker.model_runner"
+_FUSED = f"{_MOE}.fused_moe"
+
+V0_HOOKS: tuple[Hook, ...] = (
+    Hook("vllm.forward_context", "set_forward_context", ("context",), "all"),
+    Hook(_V0, "GPUModelRunnerBase.capture_model", ("kv_caches",), "v0"),
+    Hook(_V0, "GPUModelRunnerBase.get_max_block_per_batch", ("self",), "v0"),
+    Hook(_V0, "ModelRunner.execute_model", ("model_input", "kv_caches"), "v0"),
+    Hook(_V0, "CUDAGraphRunner.forward", ("input_ids", "positions", "attn_metadata"), "v0"),
+    Hook(_V0, "ModelInputForGPUBuilder._get_cuda_graph_pad_size", ("self", "num_seqs"), "v0"),
+    Hook("vllm.worker.worker", "Worker._warm_up_model", ("self",), "v0"),
+    Hook(
+        "vllm.attention.backends.utils",
+        "CommonAttentionState.graph_capture_get_metadata_for_batch",
+        ("batch_size",),
+        "v0",
+    ),
+    Hook(
+        "vllm.attention.backends.utils",
+        "CommonAttentionState.graph_capture",
+        ("max_batch_size",),
+        "v0",
+    ),
+    Hook(
+        _FUSED,
+        "fused_experts",
+        ("hidden_states", "w1", "w2", "topk_weights", "topk_ids", "inplace"),
+        "experts",
+    ),
+    Hook(_FUSED, "invoke_fused_moe_kernel", ("A", "B", "C"), "experts"),
+    Hook(
+        "vllm._custom_ops",
+        "topk_softmax",
+        ("topk_weights", "topk_ids", "token_expert_indicies", "gating_output"),
+        "experts",
     ),
 )
 

@@ -10,6 +10,7 @@ import pytest
 from environments import (
     HERE,
     PRETEND_H200,
+    V0_WHEEL,
     WHEELS,
     EnvironmentUnavailable,
     cpu_engine_environment,
@@ -59,3 +60,16 @@ def facts(request: pytest.FixtureRequest, wheel: tuple[str, Path]) -> Facts:
         )
         _gathered[version] = found["scenarios"]
     return Facts(version, _gathered[version][name])
+
+
+@pytest.fixture(scope="module")
+def v0_facts(request: pytest.FixtureRequest) -> Facts:
+    """The same in the wheel of vLLM 0.6.3, of the scenarios named as V0_SCENARIOS."""
+    name = request.module.V0_SCENARIOS
+    if name not in _gathered.get(V0_WHEEL, {}):
+        python = _or_skip(lambda: wheel_environment(V0_WHEEL))
+        modules = (getattr(item, "module", None) for item in request.session.items)
+        wanted = {getattr(module, "V0_SCENARIOS", None) for module in modules} - {None}
+        found = run_script(python, HERE / "gather_v0.py", *sorted(wanted), timeout=600)
+        _gathered[V0_WHEEL] = found["scenarios"]
+    return Facts(V0_WHEEL, _gathered[V0_WHEEL][name])

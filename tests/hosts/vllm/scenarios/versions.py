@@ -18,7 +18,17 @@ from scenarios.common import (
 )
 from scenarios.plugin import state
 
-VERSIONS = ("0.6.3", "0.25.0", "0.26.1", "0.33.1", "0.33.0+cu130", "0.34.1", "1.0.0", "dev")
+VERSIONS = (
+    "0.6.2",
+    "0.7.3",
+    "0.25.0",
+    "0.26.1",
+    "0.33.1",
+    "0.33.0+cu130",
+    "0.34.1",
+    "1.0.0",
+    "dev",
+)
 
 
 def version(text: str) -> dict[str, Any]:
@@ -42,12 +52,12 @@ def owner_of(path: str, module: str) -> tuple[Any, str]:
     return owner, name
 
 
-def each_hook() -> dict[str, Any]:
+def each_hook(table: str = "HOOKS") -> dict[str, Any]:
     """What is said of each hook as it is, when it is gone, and when its last parameter is."""
-    from graphcap.hosts.vllm.versions import HOOKS
+    from graphcap.hosts.vllm import versions
 
     found = {}
-    for hook in HOOKS:
+    for hook in getattr(versions, table):
         as_it_is = hook.fault()
         owner, name = owner_of(hook.path, hook.module)
         inherited = isinstance(owner, type) and any(name in vars(c) for c in owner.__mro__[1:])
