@@ -24,6 +24,7 @@ from graphcap.errors import BackendError
 from graphcap.moe.experts import RoutedExperts
 from graphcap.moe.kernels import Backend, choose_backend, expert_kernels
 from graphcap.pool import BufferPool
+from graphcap.recorders import probe, select
 from graphcap.recorders.select import select_recorder
 
 BUILDS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -210,24 +211,19 @@ def test_experts_in_a_graph_equal_float64(device: torch.device, rows: int, build
 
 
 def test_a_card_that_refuses_capture_gets_the_tape(
-    device: torch.device, caplog: pytest.LogCaptureFixture
+    device: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the driver's text, and a step that works."""
-    from graphcap.recorders import select
-
     kernels = kernels_of("newer, merge missing")
     wanted = decoder_for(device, "cuda", kernels).decode(PROMPTS, 8).token_ids
-    forget = getattr(select.probe_capture, "cache_clear", lambda: None)
-    forget()
-    try:
-        with ixformer_standin.capture_not_supported():
-            assert select_recorder("auto", device).name == "tape"
-            assert "ixErrorNotSupported" in caplog.text
-            with pytest.raises(BackendError, match="ixErrorNotSupported"):
-                select_recorder("cuda", device)
-            assert decoder_for(device, "tape", kernels).decode(PROMPTS, 8).token_ids == wanted
-    finally:
-        forget()
+    monkeypatch.setattr(probe, "_found", {})  # as in a process that has not asked yet
+    select._warn_once.cache_clear()
+    with ixformer_standin.capture_not_supported():
+        assert select_recorder("auto", device).name == "tape"
+        assert "ixErrorNotSupported" in caplog.text
+        with pytest.raises(BackendError, match="ixErrorNotSupported"):
+            select_recorder("cuda", device)
+        assert decoder_for(device, "tape", kernels).decode(PROMPTS, 8).token_ids == wanted
 
 
 def test_auto_chooses_ixformer_where_it_can_be_imported(device: torch.device) -> None:
