@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = {"decode": "measured", "vllm": "measured vllm"}
+SECTIONS = {"decode": "measured", "vllm": "measured vllm", "parity": "measured parity"}
 """Prefix of the result files -> name of the markers between which their tables stand."""
 
 _NAMES = {
@@ -111,6 +111,26 @@ def start_table(result: dict[str, Any], name: str) -> str:
     )
 
 
+def parity_table(result: dict[str, Any], name: str) -> str:
+    machine = result["machine"]
+    lines = [
+        f"64 requests of 128 tokens beside eager vLLM {machine['vllm']} (one {machine['card']}, driver "
+        f"{machine['driver']}, commit `{machine['commit']}`, from `bench/results/{name}`):",
+        "",
+        "| mode | requests equal to the end | tokens until the first difference, of all "
+        "| gap there: median | largest |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for mode in result["modes"]:
+        gaps = ["-" if g is None else f"{g:.2g}" for g in (mode["median_gap"], mode["largest_gap"])]
+        lines.append(
+            f"| {_NAMES.get(mode['mode'], mode['mode'])} | {mode['requests_equal']} "
+            f"| {mode['tokens_agreed_before_parting']:,} of {mode['tokens']:,} "
+            f"| {gaps[0]} | {gaps[1]} |"
+        )
+    return "\n".join(lines)
+
+
 def _driver(machine: dict[str, Any]) -> str:
     return f"driver {machine['driver']}, " if machine["driver"] else "driver not recorded, "
 
@@ -125,7 +145,7 @@ def _launches(census: dict[str, Any] | None) -> str:
 
 
 def measured(kind: str) -> str:
-    table = {"decode": decode_table, "vllm": vllm_table}[kind]
+    table = {"decode": decode_table, "vllm": vllm_table, "parity": parity_table}[kind]
     found = sorted((ROOT / "bench" / "results").glob(f"{kind}_*.json"))
     return "\n\n".join(table(json.loads(path.read_text()), path.name) for path in found)
 

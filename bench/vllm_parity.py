@@ -1,4 +1,4 @@
-"""How far vLLM's own modes and graphcap agree token by token: 64 requests of 128 tokens that arrive over time.
+"""How far vLLM's own modes and graphcap agree token by token, on 64 requests that arrive over time.
 
     python bench/vllm_parity.py --out bench/results/parity_qwen3-moe_h200.json
 
