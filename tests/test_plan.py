@@ -120,5 +120,11 @@ def test_where_no_simple_order_fits_another_is_found():
     check(plan, conflicts)
 
 
+def test_a_large_buffer_after_a_small_one_where_that_is_what_fits():
+    found = [(0, 1, 513), (0, 2, 0), (1, 3, 0), (2, 3, 513)]
+    plan, _ = planned(found)
+    assert plan.total == plan.lower_bound == 1024
+
+
 def test_nothing_to_place():
     assert plan_arena({}, {}, 0).total == 0
