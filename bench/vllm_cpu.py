@@ -1,6 +1,6 @@
 """Decode steps of the real vLLM engine on a CPU: graphcap, eager, and vLLM's default (torch.compile).
 
-    PYTHON bench/vllm_cpu.py --batches 1,4,8 --out bench/results/NAME.json
+    PYTHON bench/vllm_cpu.py --batches 1,4,8 --out bench/results/cpu_qwen3-moe.json
 
 PYTHON is an interpreter that has vllm-cpu and graphcap; ``python tests/hosts/vllm/environments.py`` makes
 one and prints its path. Each way is an engine in a process of its own on the same checkpoint, which is
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="of one turn")
     parser.add_argument("--threads", type=int, help="of each engine; unset: vLLM's choice")
     parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -103,7 +104,7 @@ def measure(
         "layers": options.layers,
         "shape": SHAPE,
         "threads": options.threads,
-        "machine": machine(),
+        "machine": {**machine(), "commit": options.commit},
         "engines": started,
         "batches": rows,
         "mixed_tokens_per_s": {way: statistics.median(mixed[way]) for way in ways},
