@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 from graphcap import __version__
 from graphcap.errors import BackendError, ScrapeError, SettingsError
 
-_TIMEOUT = 5.0
+TIMEOUT = 5.0
 _MOST_BYTES = 2**26  # a page of vLLM and graphcap has some hundred KiB
 _PATH = "/metrics"
 
@@ -47,8 +47,8 @@ def metrics_url(text: str) -> str:
     return parts._replace(path=path, fragment="").geturl()
 
 
-def scrape(url: str, *, timeout: float = _TIMEOUT) -> list[Sample]:
-    """All samples that an endpoint shows now.
+def scrape(url: str, *, timeout: float = TIMEOUT) -> list[Sample]:
+    """All samples that an endpoint shows now: `parse` of what `fetch` gets.
 
     Args:
         url: as `metrics_url` takes it.
@@ -60,6 +60,16 @@ def scrape(url: str, *, timeout: float = _TIMEOUT) -> list[Sample]:
         BackendError: prometheus_client is not installed.
     """
     url = metrics_url(url)
+    return parse(fetch(url, timeout=timeout), url)
+
+
+def parse(text: str, source: str) -> list[Sample]:
+    """The samples of a page in Prometheus' text format; `source` is named where it is none.
+
+    Raises:
+        ScrapeError: it is other text.
+        BackendError: prometheus_client is not installed.
+    """
     try:
         from prometheus_client.parser import (  # type: ignore[import-not-found]
             text_string_to_metric_families,
@@ -69,7 +79,6 @@ def scrape(url: str, *, timeout: float = _TIMEOUT) -> list[Sample]:
             f"reading metrics needs prometheus-client ({error}): "
             f"pip install 'vllm-graphcap[metrics]'"
         ) from error
-    text = _fetch(url, timeout)
     try:
         return [
             Sample(sample.name, sample.labels, float(sample.value))
@@ -78,12 +87,13 @@ def scrape(url: str, *, timeout: float = _TIMEOUT) -> list[Sample]:
         ]
     except (ValueError, KeyError, IndexError) as error:  # what the parser raises for other text
         raise ScrapeError(
-            f"{url} answers, but not with Prometheus metrics (it begins {text[:40]!r}); "
+            f"{source} answers, but not with Prometheus metrics (it begins {text[:40]!r}); "
             f"give the address of the server's /metrics"
         ) from error
 
 
-def _fetch(url: str, timeout: float) -> str:
+def fetch(url: str, *, timeout: float = TIMEOUT) -> str:
+    """What an address answers. See `scrape`."""
     headers = {
         "Accept": "text/plain; version=0.0.4",
         "User-Agent": f"graphcap/{__version__}",

@@ -21,6 +21,7 @@ from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.counters import share_directory
 from graphcap.hosts.vllm.engine import DECODE, HIDDEN, MIXED, EngineCapture
 from graphcap.hosts.vllm.metrics import GraphcapCollector
+from graphcap.pool import BufferPool
 from graphcap.settings import Settings
 
 VOCABULARY, WIDTH = 32, 8
@@ -35,8 +36,8 @@ class ToyModel(torch.nn.Module):
         self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
         self.head = torch.nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embedding(token_ids))
+    def forward(self, token_ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.mm(self.embedding(token_ids), self.head.weight, out=out)
 
 
 class Worker:
@@ -64,21 +65,26 @@ class Worker:
         buckets.reverse()  # largest first
         for kind, size in buckets:
             capture.show(kind, None, input_ids=self._buffer)
-            capture.warm_up(kind, size, lambda size=size: self._forward(size))
+            capture.warm_up(kind, size, self._forward(size, capture.pool))
         capture.freeze()
         # Not capture.record and verify: they ask the other ranks through vLLM, which is not needed here.
         for kind, size in buckets:
-            assert capture.managers[kind].record(size, self._step(size))
+            assert capture.managers[kind].record(size, self._step(size, capture.pool))
         for kind, size in buckets:
-            capture.managers[kind].verify(size, self._step(size))
+            capture.managers[kind].verify(size, self._step(size, capture.pool))
         capture.finish()
         return capture
 
-    def _step(self, size: int) -> Callable[[], dict[str, torch.Tensor]]:
-        return lambda: {HIDDEN: self._forward(size)}
+    def _step(self, size: int, pool: BufferPool) -> Callable[[], dict[str, torch.Tensor]]:
+        return lambda: {HIDDEN: self._forward(size, pool)()}
 
-    def _forward(self, size: int) -> torch.Tensor:
-        return self.model(self._buffer[:size])
+    def _forward(self, size: int, pool: BufferPool) -> Callable[[], torch.Tensor]:
+        def forward() -> torch.Tensor:
+            with pool.step():
+                out = pool.take("hidden", (size, WIDTH), torch.float32)
+                return self.model(self._buffer[:size], out)
+
+        return forward
 
     def step(self, kind: str, rows: int) -> None:
         ids = torch.randint(0, VOCABULARY, (rows,), dtype=torch.int32)
@@ -89,7 +95,8 @@ class Worker:
             self.model(ids)
             return
         self._buffer.zero_()[:rows].copy_(ids)
-        hidden = self.capture.replay(kind, size, rows, lambda: self._forward(size))
+        forward = self._forward(size, self.capture.pool)
+        hidden = self.capture.replay(kind, size, rows, forward)
         assert hidden is None or torch.equal(hidden[:rows], self.model(ids))
 
     def counted(self) -> dict[str, Any]:

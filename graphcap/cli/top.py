@@ -6,12 +6,12 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from graphcap.errors import ScrapeError
-from graphcap.scrape import metrics_url, scrape
+from graphcap.scrape import fetch, metrics_url, parse
 from graphcap.traffic import Counts, Engine, Reading, Span, read, spans
 
 
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             for frame in frames:
                 print(json.dumps(plain(frame)), flush=True)
         else:
-            _show_live(frames, options.interval)
+            _show_live(frames)
     except KeyboardInterrupt:  # how one ends it
         pass
     return 0
@@ -92,8 +92,10 @@ def take(url: str) -> Reading:
     Raises:
         ScrapeError: it does not answer, or has no graphcap counters.
     """
-    samples = scrape(url)
-    reading = read(samples, time.monotonic())
+    page = fetch(url)
+    at = time.monotonic()  # parsing takes its time too
+    samples = parse(page, url)
+    reading = read(samples, at)
     if not reading.engines:
         raise ScrapeError(
             f"{url} answers with {len(samples)} series, none of graphcap: is GRAPHCAP=1 set in the "
@@ -102,12 +104,9 @@ def take(url: str) -> Reading:
     return reading
 
 
-def watch(
-    url: str, interval: float, sleep: Callable[[float], None] = time.sleep
-) -> Iterator[Frame]:
-    """Read the server every `interval` seconds, for ever. One that is away is tried again."""
+def watch(url: str, interval: float) -> Iterator[Frame]:
+    """Read the server, `interval` seconds after each answer, for ever. One that is away is tried again."""
     before: Reading | None = None
-    due = time.monotonic()
     while True:
         try:
             reading = take(url)
@@ -117,8 +116,7 @@ def watch(
         else:
             yield Frame(url, reading, before)
             before = reading
-        due = max(due + interval, time.monotonic())
-        sleep(due - time.monotonic() if due > time.monotonic() else 0)
+        time.sleep(interval)
 
 
 def _show_once(url: str, interval: float, as_json: bool) -> None:
@@ -134,7 +132,7 @@ def _show_once(url: str, interval: float, as_json: bool) -> None:
         console_of_terminal().print(view(frame))
 
 
-def _show_live(frames: Iterator[Frame], interval: float) -> None:
+def _show_live(frames: Iterator[Frame]) -> None:
     from rich.live import Live
 
     from graphcap.cli.tables import console_of_terminal
