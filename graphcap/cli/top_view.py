@@ -18,7 +18,7 @@ from graphcap.traffic import Counts, Engine, Span
 if TYPE_CHECKING:
     from graphcap.cli.top import Frame
 
-_FIXED_LINES = 18  # of an engine, besides its buckets and fallbacks
+_FIXED_LINES = 20  # of an engine, besides its buckets and fallbacks
 _FEWEST_BUCKETS = 3
 
 
