@@ -57,3 +57,7 @@ class CheckpointError(GraphcapError):
 
 class BackendError(GraphcapError):
     """A kernel backend or recorder was asked for that this machine cannot provide."""
+
+
+class ScrapeError(GraphcapError):
+    """A metrics endpoint does not answer, or not with what was asked for. Names the address."""
