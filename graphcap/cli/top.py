@@ -12,7 +12,7 @@ from typing import Any
 
 from graphcap.errors import ScrapeError
 from graphcap.scrape import fetch, metrics_url, parse
-from graphcap.traffic import Counts, Engine, Reading, Span, read, spans
+from graphcap.readings import Counts, Engine, Reading, Span, read, spans
 
 
 def add_to(commands: Any) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from graphcap.errors import SettingsError
 from graphcap.hosts.vllm.counters import SharedCounters
 from graphcap.scrape import Sample, metrics_url, parse
-from graphcap.traffic import Counts, Reading, read, spans
+from graphcap.readings import Counts, Reading, read, spans
 
 BUCKETS = (2, 4, 8)
 
