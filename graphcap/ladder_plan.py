@@ -86,7 +86,9 @@ def plan_ladder(
         )
     sizes = np.array(seen if seen[-1] == max_batch else [*seen, max_batch], dtype=np.int64)
     steps = np.array([counts.get(int(size), 0) for size in sizes], dtype=np.float64)
-    chosen = _least(cost(sizes.astype(np.float64)), np.concatenate([[0.0], steps.cumsum()]), max_graphs)
+    chosen = _least(
+        cost(sizes.astype(np.float64)), np.concatenate([[0.0], steps.cumsum()]), max_graphs
+    )
     buckets = tuple(int(sizes[index]) for index in chosen)
     served = {size: counts[size] for size in seen}
     return PlannedLadder(
@@ -185,7 +187,9 @@ def check_counts(counts: Mapping[int, int]) -> None:
     for size, count in counts.items():
         for what, value, least in (("batch size", size, 1), (f"steps of {size} rows", count, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(f"{what}: expected an integer of at least {least}, found {value!r}")
+                raise InputError(
+                    f"{what}: expected an integer of at least {least}, found {value!r}"
+                )
             if what == "batch size" and value >= _LARGEST:
                 raise InputError(f"{what}: expected less than 2**31, found {value}")
 

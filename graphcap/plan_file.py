@@ -30,13 +30,21 @@ def read_plan(text: str) -> tuple[int, ...]:
         plain = json.loads(path.expanduser().read_text(encoding="utf-8"))
     except (OSError, RuntimeError) as error:  # RuntimeError: no such home
         why = getattr(error, "strerror", None) or error
-        raise LadderError(f"the plan {path} cannot be read ({why}, in {Path.cwd()}); {_CURE}") from error
+        raise LadderError(
+            f"the plan {path} cannot be read ({why}, in {Path.cwd()}); {_CURE}"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise LadderError(f"the plan {path} is not JSON: {error}; {_CURE}") from error
     buckets = plain.get("buckets") if isinstance(plain, dict) else None
     if not isinstance(buckets, list):
-        found = f"keys {', '.join(list(plain)[:5])}" if isinstance(plain, dict) else type(plain).__name__
-        raise LadderError(f"{path} is not a plan: expected an object with 'buckets', found {found}; {_CURE}")
+        found = (
+            f"keys {', '.join(list(plain)[:5])}"
+            if isinstance(plain, dict)
+            else type(plain).__name__
+        )
+        raise LadderError(
+            f"{path} is not a plan: expected an object with 'buckets', found {found}; {_CURE}"
+        )
     wrong = [b for b in buckets if isinstance(b, bool) or not isinstance(b, int) or b < 1]
     if wrong or not buckets:
         found = f"{str(wrong[0])[:60]!r} among them" if wrong else "none"

@@ -29,12 +29,18 @@ class TrafficSeries:
 
 def looks_like_metrics(text: str) -> bool:
     """Whether `text` is the page of a Prometheus endpoint rather than CSV."""
-    return any(line.startswith(("# HELP ", "# TYPE ")) or _SAMPLE.match(line) for line in text.splitlines())
+    return any(
+        line.startswith(("# HELP ", "# TYPE ")) or _SAMPLE.match(line) for line in text.splitlines()
+    )
 
 
 def traffic_series(text: str) -> TrafficSeries:
     """Pick our series out of a page. All ranks of an engine run the same steps: one of each counts."""
-    found: dict[str, dict[tuple[int, int], dict[int, float]]] = {BATCHES: {}, SECONDS: {}, BYTES: {}}
+    found: dict[str, dict[tuple[int, int], dict[int, float]]] = {
+        BATCHES: {},
+        SECONDS: {},
+        BYTES: {},
+    }
     for name, labels, value in _samples(text):
         try:
             worker = (int(labels["engine"]), int(labels["rank"]))

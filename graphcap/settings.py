@@ -158,7 +158,9 @@ def _buckets(name: str, text: str) -> dict[str, Any]:
         # The maximum is not known yet; parsing against a huge one checks every entry.
         BucketLadder.parse(text, max_batch=1 if text.lower() == "auto" else 1 << 30)
     except LadderError as error:
-        raise _refuse(name, text, "auto, or positive integers such as 1,2,4,8,64, or plan:FILE") from error
+        raise _refuse(
+            name, text, "auto, or positive integers such as 1,2,4,8,64, or plan:FILE"
+        ) from error
     return {"buckets": text}
 
 

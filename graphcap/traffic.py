@@ -96,8 +96,10 @@ def read_report(path: Path, *, needs_batches: bool = True) -> Traffic:
     managers = plain.get("managers") if isinstance(plain, dict) else None
     report = managers.get("decode") if isinstance(managers, dict) else plain
     buckets = report.get("buckets") if isinstance(report, dict) else None
-    if not isinstance(buckets, list) or not all(
-        isinstance(bucket, dict) and _is_size(bucket.get("size")) for bucket in buckets
+    if (
+        not isinstance(report, dict)
+        or not isinstance(buckets, list)
+        or not all(isinstance(bucket, dict) and _is_size(bucket.get("size")) for bucket in buckets)
     ):
         raise InputError(
             f"{path} is not a report: expected the file that GRAPHCAP_REPORT named, or the output of "
