@@ -66,7 +66,7 @@ class CostModel:
     @property
     def text(self) -> str:
         if not self.sizes:
-            return "rows computed (no time was measured)"
+            return "rows computed"
         return f"ms of a replay, fitted to {len(self.sizes)} measured buckets"
 
 
