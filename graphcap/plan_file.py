@@ -27,12 +27,14 @@ def read_plan(text: str) -> tuple[int, ...]:
         raise LadderError(f"expected plan:FILE, found no file after {PREFIX!r}; {_CURE}")
     path = Path(name)
     try:
-        plain = json.loads(path.expanduser().read_text(encoding="utf-8"))
+        text = path.expanduser().read_text(encoding="utf-8", errors="replace")
     except (OSError, RuntimeError) as error:  # RuntimeError: no such home
         why = getattr(error, "strerror", None) or error
         raise LadderError(
             f"the plan {path} cannot be read ({why}, in {Path.cwd()}); {_CURE}"
         ) from error
+    try:
+        plain = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise LadderError(f"the plan {path} is not JSON: {error}; {_CURE}") from error
     buckets = plain.get("buckets") if isinstance(plain, dict) else None

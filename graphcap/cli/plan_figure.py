@@ -19,7 +19,6 @@ def draw(path: Path, result: Mapping[str, Any], counts: Mapping[int, int]) -> No
         SettingsError: matplotlib does not know the format, or the file cannot be written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BackendError(
@@ -27,12 +26,11 @@ def draw(path: Path, result: Mapping[str, Any], counts: Mapping[int, int]) -> No
             f"pip install 'vllm-graphcap[plot]'"
         ) from error
     figure = Figure(figsize=(9, 6), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True)
     _batches(above, result, counts)
     _padding(below, result)
     try:
-        canvas.print_figure(path, dpi=150)
+        figure.savefig(path, dpi=150)
     except ValueError as error:
         raise SettingsError(f"--plot {path}: {error}; end the name in .png or .svg") from error
     except OSError as error:
@@ -44,7 +42,7 @@ def draw(path: Path, result: Mapping[str, Any], counts: Mapping[int, int]) -> No
 def _batches(axes: Any, result: Mapping[str, Any], counts: Mapping[int, int]) -> None:
     sizes = sorted(size for size, n in counts.items() if n and size <= result["max_batch"])
     share = [100 * counts[size] / result["steps"] for size in sizes]
-    axes.bar(sizes, share, width=1.0, color="tab:blue", label="steps")
+    axes.bar(sizes, share, width=1.0, color="tab:gray", label="steps")
     for number, bucket in enumerate(result["buckets"]):
         label = "planned bucket" if number == 0 else None
         axes.axvline(bucket + 0.5, color="tab:orange", linewidth=0.8, label=label)
@@ -55,13 +53,18 @@ def _batches(axes: Any, result: Mapping[str, Any], counts: Mapping[int, int]) ->
 
 def _padding(axes: Any, result: Mapping[str, Any]) -> None:
     rows = np.arange(1, result["max_batch"] + 1)
-    ladders = {"planned": result["buckets"], "vLLM's default": result["default_buckets"]["vllm"]}
-    for name, buckets in ladders.items():
+    ladders = (
+        ("planned", "tab:orange", result["buckets"]),
+        ("vLLM's default", "tab:blue", result["default_buckets"]["vllm"]),
+    )
+    for name, colour, buckets in ladders:
         index = np.searchsorted(buckets, rows)
         served = index < len(buckets)
         ran = np.asarray(buckets)[np.minimum(index, len(buckets) - 1)]
         label = f"{name} ({len(buckets)})"
-        axes.step(rows[served], (ran - rows)[served], where="mid", linewidth=1, label=label)
+        axes.step(
+            rows[served], (ran - rows)[served], where="mid", linewidth=1, color=colour, label=label
+        )
     axes.set_xlabel("batch, rows")
     axes.set_ylabel("rows of padding")
     axes.legend()
