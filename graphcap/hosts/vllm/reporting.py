@@ -94,6 +94,7 @@ class Reporter:
             finalizer.cancel()
             self._replays.update(earlier._replays)
             self._eager.update(earlier._eager)
+            self.fallbacks.update(earlier.fallbacks)
         _AT_END[path] = (self, Finalize(None, self.write_served, args=(path,), exitpriority=0))
 
     def write_served(self, path: Path) -> None:

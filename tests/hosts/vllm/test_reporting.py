@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,12 @@ def written_by(path: Path, rank: int) -> Path:
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(reporting, "_AT_END", {})
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.0"))
-    return tmp_path / "report.json"
+    yield tmp_path / "report.json"
+    for _, finalizer in reporting._AT_END.values():
+        finalizer.cancel()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -106,6 +109,7 @@ def test_after_a_second_capture_the_counts_go_on(path: Path):
     assert of_end is second
     finalizer()
     served = json.loads(path.read_text())["served"]
+    assert served["fallbacks"] == first.fallbacks
     assert served["batches"] == {"1": 1, "2": 2, "3": 1, "4": 1, "9": 1}
 
 
@@ -126,5 +130,3 @@ def test_costs_of_buckets_are_counters_too(path: Path, monkeypatch: pytest.Monke
     (found,) = read_workers(folder).values()
     assert found.bucket_bytes == {2: 2**20, 4: 2**21}
     assert found.bucket_ns == {2: 1_500_000}
-    for _, finalizer in reporting._AT_END.values():
-        finalizer.cancel()
