@@ -59,8 +59,18 @@ def share_directory() -> Path | None:
         logger.warning("graphcap metrics are not shown: no temporary directory: %s", error)
         return None
     os.environ[DIRECTORY_VARIABLE] = made
+    _MADE.append((made, os.getpid()))
     atexit.register(_remove, made, os.getpid())
     return Path(made)
+
+
+_MADE: list[tuple[str, int]] = []
+"""Directories and the processes that made them: of this one, and inherited where it was forked."""
+
+
+def made_here() -> Path | None:
+    """The directory of this server's counters where this process made it: it sees the others end."""
+    return next((Path(made) for made, creator in _MADE if creator == os.getpid()), None)
 
 
 def _remove(directory: str, creator: int) -> None:

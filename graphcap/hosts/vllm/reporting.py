@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Protocol
 
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.counters import SharedCounters
 from graphcap.hosts.vllm.experts import PooledExperts
+from graphcap.hosts.vllm.served import path_of_rank
 from graphcap.pool import BufferPool
-from graphcap.report import CaptureReport, served_json, write_json
+from graphcap.report import CaptureReport, write_json
 from graphcap.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,6 @@ class Reporter:
         parallel = vllm_config.parallel_config
         self.rank = int(getattr(parallel, "rank", 0) or 0)
         self.fallbacks: Counter[str] = Counter()
-        self._replays: Counter[tuple[int, int]] = Counter()  # (bucket, rows), decode only
-        self._eager: Counter[int] = Counter()  # rows, decode only
-        self._plain_report: dict[str, Any] | None = None
         self._choice = choice
         self._path = settings.report
         engine = int(getattr(parallel, "data_parallel_rank", 0) or 0)
@@ -50,7 +47,6 @@ class Reporter:
 
     def replayed(self, kind: str, size: int, rows: int) -> None:
         if kind == "decode":
-            self._replays[size, rows] += 1
             self._counters.replay(size, rows)
         else:
             self._counters.mixed(size, rows)
@@ -58,8 +54,6 @@ class Reporter:
     def fell_back(self, reason: str, rows: int | None = None) -> None:
         """A step ran eagerly; `rows` of a decode step."""
         self.fallbacks[reason] += 1
-        if rows is not None:
-            self._eager[rows] += 1
         self._counters.fallback(reason, rows)
 
     def captured(
@@ -78,40 +72,7 @@ class Reporter:
         )
         logger.info("%s", "\n  ".join(self._lines(engine, reports, notes)))
         if self._path is not None:
-            path = self._path_of_rank(self._path)
-            self._plain_report = self._plain(engine, reports, notes)
-            _write(path, self._plain_report)
-            self._write_at_end(path)
-
-    def _write_at_end(self, path: Path) -> None:
-        """Write the report again, with what was served, when this process ends in good order.
-
-        By multiprocessing's finalizers, which also run in its children, where those of atexit do not.
-        After a second capture (new weights) the counts go on, and only the later report is written.
-        """
-        earlier, finalizer = _AT_END.pop(path, (None, None))
-        if earlier is not None and finalizer is not None:
-            finalizer.cancel()
-            self._replays.update(earlier._replays)
-            self._eager.update(earlier._eager)
-            self.fallbacks.update(earlier.fallbacks)
-        _AT_END[path] = (self, Finalize(None, self.write_served, args=(path,), exitpriority=0))
-
-    def write_served(self, path: Path) -> None:
-        """Write the report to `path` again, with what was served until now under ``served``."""
-        if self._plain_report is not None:
-            _write(path, {**self._plain_report, "served": self.served()})
-
-    def served(self) -> dict[str, Any]:
-        """The decode steps until now: see `graphcap.report.served_json`."""
-        batches = Counter(self._eager)
-        replays: Counter[int] = Counter()
-        padding: Counter[int] = Counter()
-        for (size, rows), steps in self._replays.items():
-            batches[rows] += steps
-            replays[size] += steps
-            padding[size] += (size - rows) * steps
-        return served_json(batches, replays, padding, self.fallbacks)
+            self._write(path_of_rank(self._path, self.rank), self._plain(engine, reports, notes))
 
     def _lines(
         self, engine: Captured, reports: Mapping[str, CaptureReport], notes: Sequence[str]
@@ -167,19 +128,11 @@ class Reporter:
             "notes": list(notes),
         }
 
-    def _path_of_rank(self, path: Path) -> Path:
-        return path.with_name(f"{path.stem}.rank{self.rank}{path.suffix}") if self.rank else path
-
-
-_AT_END: dict[Path, tuple[Reporter, Finalize]] = {}
-"""Path of a report -> whose it is, and what will write it again."""
-
-
-def _write(path: Path, plain: dict[str, Any]) -> None:
-    try:
-        write_json(path, plain)
-    except OSError as error:  # a full disk must not cost the recordings
-        logger.warning("the capture report was not written to %s: %s", path, error)
+    def _write(self, path: Path, plain: dict[str, Any]) -> None:
+        try:
+            write_json(path, plain)
+        except OSError as error:  # a full disk must not cost the recordings
+            logger.warning("the capture report was not written to %s: %s", path, error)
 
 
 def breaks(report: CaptureReport) -> int:

@@ -1,21 +1,23 @@
-"""The plugin's report: written after the capture, and again with what was served when a worker ends."""
+"""The plugin's report: written after the capture, and again with what was served when the server ends."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import signal
+import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from graphcap.hosts.vllm import reporting
 from graphcap.hosts.vllm.choice import Choice
-from graphcap.hosts.vllm.counters import DIRECTORY_VARIABLE, read_workers
+from graphcap.hosts.vllm.counters import DIRECTORY_VARIABLE, read_workers, share_directory
 from graphcap.hosts.vllm.reporting import Reporter
+from graphcap.hosts.vllm.served import path_of_rank, write_at_exit, write_served
 from graphcap.report import BucketReport, CaptureReport
 from graphcap.settings import Settings
 from graphcap.traffic import read_report
@@ -35,9 +37,18 @@ REPORT = CaptureReport(
     seconds=0.1,
     census=None,
 )
+SERVED = {
+    "steps": 5,
+    "batches": {"1": 1, "2": 2, "3": 1, "9": 1},
+    "buckets": [
+        {"size": 2, "replays": 3, "padding_rows": 1},
+        {"size": 4, "replays": 1, "padding_rows": 1},
+    ],
+    "fallbacks": {"above_max_batch": 1, "mixed_above_max_tokens": 1},
+}
 
 
-def captured(path: Path, rank: int = 0) -> Reporter:
+def captured(path: Path | None, rank: int = 0) -> Reporter:
     """A reporter whose engine has just been recorded, without vLLM."""
     sys.modules.setdefault("vllm", types.SimpleNamespace(__version__="0.0"))  # type: ignore[arg-type]
     config = types.SimpleNamespace(parallel_config=types.SimpleNamespace(rank=rank))
@@ -50,83 +61,100 @@ def captured(path: Path, rank: int = 0) -> Reporter:
     return reporter
 
 
-def serve(reporter: Reporter) -> None:
+def worker(path: Path, rank: int) -> None:
+    """A worker process, which is killed as vLLM kills its own."""
+    reporter = captured(path, rank)
     for rows in (1, 2, 2, 3):
         reporter.replayed("decode", 2 if rows < 3 else 4, rows)
     reporter.replayed("mixed", 16, 9)
     reporter.fell_back("above_max_batch", 9)
     reporter.fell_back("mixed_above_max_tokens")
+    assert "served" not in json.loads(path_of_rank(path, rank).read_text())
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def worker(path: Path, rank: int) -> None:
-    serve(captured(path, rank))
-    assert "served" not in json.loads(written_by(path, rank).read_text())
-
-
-def written_by(path: Path, rank: int) -> Path:
-    return path.with_name(f"report.rank{rank}.json") if rank else path
+def server(path: Path) -> None:
+    """The process that vLLM's user started."""
+    assert share_directory() is not None
+    write_at_exit(path)
+    write_at_exit(path)
+    for rank in (0, 1):
+        process = multiprocessing.get_context("fork").Process(target=worker, args=(path, rank))
+        process.start()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(reporting, "_AT_END", {})
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.0"))
-    yield tmp_path / "report.json"
-    for _, finalizer in reporting._AT_END.values():
-        finalizer.cancel()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_worker_that_ends_writes_what_it_served(path: Path, method: str):
-    context = multiprocessing.get_context(method)
+def test_a_server_that_ends_writes_what_its_killed_workers_served(tmp_path: Path):
+    path = tmp_path / "report.json"
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"import test_reporting, pathlib; test_reporting.server(pathlib.Path({str(path)!r}))"
+    )
+    environ = {k: v for k, v in os.environ.items() if k != DIRECTORY_VARIABLE}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environ, timeout=120)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "report.json",
+        "report.rank1.json",
+    ]
     for rank in (0, 1):
-        process = context.Process(target=worker, args=(path, rank))
-        process.start()
-        process.join(60)
-        assert process.exitcode == 0
-        read = json.loads(written_by(path, rank).read_text())
+        read = json.loads(path_of_rank(path, rank).read_text())
         assert read["rank"] == rank
-        assert read["served"] == {
-            "steps": 5,
-            "batches": {"1": 1, "2": 2, "3": 1, "9": 1},
-            "buckets": [
-                {"size": 2, "replays": 3, "padding_rows": 1},
-                {"size": 4, "replays": 1, "padding_rows": 1},
-            ],
-            "fallbacks": {"above_max_batch": 1, "mixed_above_max_tokens": 1},
-        }
+        assert read["served"] == SERVED
     traffic = read_report(path)
     assert traffic.counts == {1: 1, 2: 2, 3: 1, 9: 1}
     assert (traffic.max_batch, traffic.ms, traffic.mib) == (4, {2: 1.5}, {2: 1.0, 4: 2.0})
 
 
-def test_after_a_second_capture_the_counts_go_on(path: Path):
-    first = captured(path)
-    serve(first)
-    second = captured(path)
-    second.replayed("decode", 4, 4)
-    ((of_end, finalizer),) = reporting._AT_END.values()
-    assert of_end is second
-    finalizer()
-    served = json.loads(path.read_text())["served"]
-    assert served["fallbacks"] == first.fallbacks
-    assert served["batches"] == {"1": 1, "2": 2, "3": 1, "4": 1, "9": 1}
+def test_only_the_process_that_made_the_directory_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    registered: list[Any] = []
+    monkeypatch.setattr("atexit.register", lambda *entry: registered.append(entry))
+    share_directory()
+    write_at_exit(tmp_path / "report.json")
+    assert registered == []
 
 
-def test_without_a_report_nothing_is_written_at_the_end(path: Path):
-    config = types.SimpleNamespace(parallel_config=types.SimpleNamespace(rank=0))
-    reporter = Reporter(CHOICE, Settings(), config)
-    reporter.replayed("decode", 2, 1)
-    reporter.write_served(path)
-    assert not path.exists()
-    assert reporting._AT_END == {}
+def test_the_report_of_another_run_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: None
+):
+    from graphcap.hosts.vllm.counters import SharedCounters
 
-
-def test_costs_of_buckets_are_counters_too(path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = path.parent / "metrics"
+    path = tmp_path / "report.json"
+    path.write_text("{}")
+    folder = tmp_path / "metrics"
     folder.mkdir()
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(folder))
-    captured(path)
-    (found,) = read_workers(folder).values()
+    SharedCounters(directory=folder).fallback("not_recorded", 3)  # counted, and never captured
+    write_served(folder, path)
+    assert path.read_text() == "{}"
+
+
+@pytest.mark.parametrize("contents", [None, "no JSON", "[1]"])
+def test_a_report_that_is_gone_is_only_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog, vllm: None, contents: str | None
+):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    captured(None)
+    path = tmp_path / "report.json"
+    if contents is not None:
+        path.write_text(contents)
+    write_served(tmp_path, path)
+    assert "what was served was not written to" in caplog.text
+    assert (path.read_text() if path.exists() else None) == contents
+
+
+def test_costs_of_buckets_are_counters_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm: None
+):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    captured(None)
+    (found,) = read_workers(tmp_path).values()
     assert found.bucket_bytes == {2: 2**20, 4: 2**21}
     assert found.bucket_ns == {2: 1_500_000}
