@@ -17,7 +17,8 @@ def least_ms(
 ) -> float:
     """The least of `repeats` times of `call` in ms: what disturbs a measurement only adds to it.
 
-    On CUDA between two events on the current stream, so the device's time; elsewhere the host's.
+    On CUDA from one event on the current stream to another, the device idle before: its own time, with
+    the launch of the call. Elsewhere the host's.
 
     Args:
         before: brings back what `call` changes; run in front of each one, not timed.
@@ -30,15 +31,15 @@ def least_ms(
             call()
             times.append((time.perf_counter() - started) * 1e3)
         return min(times)
+    stream = torch.cuda.current_stream(device)
     pairs = []
     for _ in range(repeats):
         before()
         pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        # Else the device might wait for the host between the first event and the replay.
-        torch.cuda.synchronize(device)
-        pair[0].record()
+        torch.cuda.synchronize(device)  # what `before` has queued is not part of it
+        pair[0].record(stream)
         call()
-        pair[1].record()
+        pair[1].record(stream)
         pairs.append(pair)
     torch.cuda.synchronize(device)
     return min(float(first.elapsed_time(last)) for first, last in pairs)
