@@ -108,6 +108,14 @@ class BucketCapture:
             )
             self.reports[size] = replace(self.reports[size], largest_difference=worst)
 
+    def time(self, size: int) -> None:
+        """Measure a replay of a recorded bucket."""
+        if size not in self.recordings:
+            return
+        with self._costs_only(size, "verification", "timed"):
+            took = self._verifier.time(self.recordings[size], size)
+            self.reports[size] = replace(self.reports[size], replay_ms=took)
+
     def drop(self, size: int, failure: Failure) -> None:
         """Give up a bucket for a reason from outside."""
         self.failures[size] = failure

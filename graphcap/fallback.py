@@ -32,7 +32,7 @@ class Fallback:
 
     Attributes:
         counts: reason -> steps run eagerly.
-        rows: real rows of those steps.
+        batches: real rows -> steps run eagerly.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Fallback:
         strict: bool,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.rows = 0
+        self.batches: Counter[int] = Counter()
         self._step = step
         self._inputs = inputs
         self._pool = pool
@@ -107,7 +107,7 @@ class Fallback:
     def count(self, rows: int, reason: str) -> None:
         """A step of `rows` rows has run eagerly."""
         self.counts[reason] += 1
-        self.rows += rows
+        self.batches[rows] += 1
 
     def _run(
         self, slots: Mapping[str, torch.Tensor], rows: int, reason: str

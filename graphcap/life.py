@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -27,7 +26,7 @@ from graphcap.pool import BufferPool
 from graphcap.reachable import Watched, reachable
 from graphcap.recorders.base import BoundStep, Recorder, Recording, garbage_collection_held
 from graphcap.recorders.select import select_recorder
-from graphcap.report import CaptureReport
+from graphcap.report import CaptureReport, ManagerStats
 from graphcap.settings import Settings
 from graphcap.verify import Example, Verifier
 
@@ -45,13 +44,19 @@ Progress = Callable[[int, int, str], None]
 class Served:
     """A bucket: its recording, what it has served so far, the views it returns by row count."""
 
-    __slots__ = ("recording", "replays", "rows", "size", "views")
+    __slots__ = ("batches", "recording", "replays", "size", "views")
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.recording: Recording | None = None
-        self.replays = self.rows = 0
+        self.replays = 0
+        self.batches: dict[int, int] = {}
+        """Real rows -> replays."""
         self.views: dict[int, Mapping[str, torch.Tensor]] = {}
+
+    @property
+    def rows(self) -> int:
+        return sum(rows * replays for rows, replays in self.batches.items())
 
     @property
     def padding_rows(self) -> int:
@@ -106,6 +111,7 @@ class CaptureLife:
         self._fallback = Fallback(step, inputs, self.pool, self.ladder, strict=self.settings.strict)
         self._unwatched_note: str | None = None
         self._verified = 0
+        self._writes_report = False  # a host that goes through the phases itself writes its own
 
     # -- the phases, one bucket at a time --------------------------------------------------------
 
@@ -162,6 +168,18 @@ class CaptureLife:
                 fingerprint.tensors(),
                 self._bound if step is None else None,
             )
+
+    def time(self, size: int) -> None:
+        """Measure a replay of bucket `size` on a full batch; it is in the report as ``replay_ms``.
+
+        After `verify`, and only where that may be called: it replays a few times, and puts slots,
+        `state` and random generators back as verification does. Under tensor parallelism every rank
+        must come here for the same bucket, and live parts of a tape need the surroundings of the step
+        as they do for `verify`.
+        """
+        with self._phase("time()", ("frozen",)):
+            self._pinned_down()
+            self._captured.time(size)
 
     def finish(self) -> CaptureReport:
         """End the capture: from here on the recordings serve."""
@@ -227,8 +245,8 @@ class CaptureLife:
             with self._alone("capture()"):
                 self._give_up()
             raise
-        if self.settings.report is not None:
-            self._write_report(self.settings.report)
+        self._writes_report = self.settings.report is not None
+        self._write_report(None)
         return report
 
     def _capture_all(self, notify: Progress) -> None:
@@ -245,7 +263,7 @@ class CaptureLife:
             ("recording", self.record),
         ]
         if self.settings.verify != "off":
-            phases.append(("verifying", self.verify))
+            phases.append(("verifying", self._verify_and_time))
         done, total = 0, len(phases) * len(sizes)
         for what, phase in phases:
             if phase == self.record:
@@ -255,6 +273,10 @@ class CaptureLife:
                 phase(size)
                 done += 1
         notify(total, total, "done")
+
+    def _verify_and_time(self, size: int) -> None:
+        self.verify(size)
+        self.time(size)
 
     def _note_unwatched(self, watched: Sequence[torch.Tensor]) -> None:
         """Say what the recordings read and no name leads to: rebinding it will not be noticed."""
@@ -376,10 +398,13 @@ class CaptureLife:
             ),
         )
 
-    def _write_report(self, path: Path) -> None:
+    def _write_report(self, served: ManagerStats | None) -> None:
+        path = self.settings.report
+        if not self._writes_report or path is None:
+            return
         try:
             assert self._report is not None
-            self._report.write(path)
+            self._report.write(path, served)
         except OSError as error:  # a full disk must not cost the recordings
             logger.warning("the capture report was not written to %s: %s", path, error)
 

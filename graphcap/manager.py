@@ -6,6 +6,7 @@ Knows no model: it captures any callable over static inputs. Its life is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -174,7 +175,7 @@ class CaptureManager(CaptureLife):
         else:
             recording.replay()
         served.replays += 1
-        served.rows += count
+        served.batches[count] = served.batches.get(count, 0) + 1
 
     def _replay(
         self,
@@ -223,13 +224,16 @@ class CaptureManager(CaptureLife):
         return sum(served.replays for served in self._served.values())
 
     def stats(self) -> ManagerStats:
+        batches = Counter(self._fallback.batches)
+        for served in self._served.values():
+            batches.update(served.batches)
         return ManagerStats(
             state=self._state,
             recorder=self.recorder.name,
             steps=self._replays + self._fallback.counts.total(),
             replays=self._replays,
             fallbacks=dict(self._fallback.counts),
-            rows=sum(served.rows for served in self._served.values()) + self._fallback.rows,
+            rows=sum(rows * steps for rows, steps in batches.items()),
             padding_rows=sum(served.padding_rows for served in self._served.values()),
             input_launches=self.inputs.launches,
             verified=self._verified,
@@ -241,12 +245,16 @@ class CaptureManager(CaptureLife):
                 for served in self._served.values()
             ),
             failures=self._captured.failures_text(),
+            batches=dict(sorted(batches.items())),
         )
 
     def close(self) -> None:
-        """Give back every recording. Idempotent; outputs of earlier runs stay readable."""
+        """Give back every recording. Idempotent; outputs of earlier runs stay readable. The report that
+        capture() wrote (``GRAPHCAP_REPORT``) is written again, with what was served."""
         with self._alone("close()"):
             if self._state != "closed":
+                if self._state == "recorded":
+                    self._write_report(self.stats())
                 self._drop_recordings()
                 self.recorder.close()
                 self._state = "closed"

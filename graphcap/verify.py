@@ -13,6 +13,7 @@ from graphcap.errors import VerificationError
 from graphcap.inputs import Inputs
 from graphcap.pool import BufferPool
 from graphcap.recorders.base import BoundStep, Recording, autocast_casts_not_kept
+from graphcap.timing import least_ms
 
 Example = Callable[[int, torch.Generator], Mapping[str, torch.Tensor]]
 """Given a number of rows and a seeded CPU generator: a realistic batch with every slot."""
@@ -108,6 +109,22 @@ class Verifier:
             with torch.inference_mode():
                 for output, contents in zip(own, before, strict=True):
                     output.copy_(contents)
+
+    def time(self, recording: Recording, size: int) -> float:
+        """The least time in ms of a few replays of a fresh batch of `size` rows.
+
+        Each starts from the same slots, state and generators, so that a step that advances its own
+        inputs does not walk out of its cache.
+        """
+        batch = self._draw(size)
+        self._inputs.load(batch, self._inputs.check(batch, size))
+        before = self._save()
+        try:
+            return least_ms(
+                recording.replay, self._inputs.device, before=lambda: self._restore(before)
+            )
+        finally:
+            self._restore(before)
 
     def check_live(self, recording: Recording, eager: BoundStep, size: int) -> float:
         """Replay on what the slots hold now and compare with `eager`; keeps what the replay did."""

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from graphcap.errors import SettingsError
 from graphcap.hosts.vllm.counters import SharedCounters
-from graphcap.scrape import Sample, metrics_url, parse
 from graphcap.readings import Counts, Reading, read, spans
+from graphcap.scrape import Sample, metrics_url, parse
 
 BUCKETS = (2, 4, 8)
 

@@ -163,6 +163,7 @@ def run(options: argparse.Namespace) -> int:
             "pool_mib": decoder.pool.nbytes / 2**20,
             "pool_lower_bound_mib": decoder.pool.plan.lower_bound / 2**20,
             "fallbacks": dict(served.fallbacks),
+            "served": served.served(),
             "failures": {str(k): v for k, v in served.failures.items()},
         }
     finally:
@@ -309,6 +310,7 @@ def _buckets(decoder: Decoder, served: ManagerStats) -> list[dict[str, Any]]:
             "nodes": bucket.nodes,
             "mib": bucket.nbytes / 2**20,
             "capture_ms": bucket.capture_ms,
+            "replay_ms": bucket.replay_ms,
             "replays": replays[bucket.size],
         }
         for bucket in decoder.manager.report.buckets

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from graphcap.manager import Progress
     from graphcap.settings import Settings
 
-_LARGEST = 1_000_000
+LARGEST = 1_000_000
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SHAPES = ("tiny", "seed-64", "qwen3-30b-a3b")
@@ -27,7 +27,7 @@ SHAPES = ("tiny", "seed-64", "qwen3-30b-a3b")
 
 def positive(text: str) -> int:
     """An argparse type: an integer of at least 1."""
-    return _bounded(text, 1, _LARGEST)
+    return _bounded(text, 1, LARGEST)
 
 
 def seed(text: str) -> int:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,11 +147,19 @@ class EngineCapture:
         manager = self.managers[kind]
         if manager.failure_of(size) is not None:
             return
-        with _no_vote_on_error():
-            manager.verify(size, self._bound(forward))
-        mine = manager.failure_of(size)
-        if not agreed(mine is None) and mine is None:
-            manager.drop(size, "rank_failed", f"bucket {size}: it differed on another rank")
+        # Timed after the vote: replays of the ranks wait for each other, and a rank on which the bucket
+        # has failed replays it no more.
+        for phase in (
+            partial(manager.verify, size, self._bound(forward)),
+            partial(manager.time, size),
+        ):
+            with _no_vote_on_error():
+                phase()
+            mine = manager.failure_of(size)
+            if not agreed(mine is None):
+                if mine is None:
+                    manager.drop(size, "rank_failed", f"bucket {size}: it differed on another rank")
+                return
 
     def finish(self) -> None:
         reports = {kind: manager.finish() for kind, manager in self.managers.items()}

@@ -35,12 +35,12 @@ def install(settings: Settings, status: PluginStatus) -> None:
             f"({versions.window()}); install one of these, or a newer graphcap",
         )
     elif generation == "V0":
-        _install_v0(vllm.__version__, status)
+        _install_v0(vllm.__version__, settings, status)
     else:
         _install_v1(vllm.__version__, settings, status)
 
 
-def _install_v0(version: str, status: PluginStatus) -> None:
+def _install_v0(version: str, settings: Settings, status: PluginStatus) -> None:
     faults = _faults(versions.V0_HOOKS, status)
     if "all" in faults or "v0" in faults:
         _refuse(status, _listed(faults))
@@ -56,9 +56,10 @@ def _install_v0(version: str, status: PluginStatus) -> None:
         status.parts["experts"] = experts.install()
     runner.install()
     status.parts["v0"] = "installed"
-    from graphcap.hosts.vllm import counters, metrics
+    from graphcap.hosts.vllm import counters, metrics, served
 
     counters.share_directory()
+    served.write_at_exit(settings.report)
     status.parts["metrics"] = metrics.join_vllm_endpoint()
     status.state, status.why = "on", ""
     logger.info("graphcap is on for vLLM %s (V0 engine)", version)
@@ -112,10 +113,11 @@ def _install_v1(version: str, settings: Settings, status: PluginStatus) -> None:
         from graphcap.hosts.vllm import experts
 
         status.parts["experts"] = experts.register()
-    from graphcap.hosts.vllm import calls, counters, metrics
+    from graphcap.hosts.vllm import calls, counters, metrics, served
 
     calls.install()
     counters.share_directory()
+    served.write_at_exit(settings.report)
     status.parts["metrics"] = metrics.join_vllm_endpoint()
     status.state, status.why = "on", ""
     logger.info("graphcap is on for vLLM %s (%s)", version, device)

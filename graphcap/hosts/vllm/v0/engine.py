@@ -133,9 +133,14 @@ class DecodeEngine:
     def _verify(self, size: int) -> None:
         if not self._is_recorded(size):
             return
-        with _no_vote_on_error(), set_forward_context(self._metadata[size]):
-            self.manager.verify(size)
-        self._hear_others(size, self._is_recorded(size))
+        # Timed after the vote: replays of the ranks wait for each other, and a rank on which the bucket
+        # has failed replays it no more.
+        for phase in (self.manager.verify, self.manager.time):
+            with _no_vote_on_error(), set_forward_context(self._metadata[size]):
+                phase(size)
+            self._hear_others(size, self._is_recorded(size))
+            if self.failed is not None or not self._is_recorded(size):
+                return
 
     def _hear_others(self, size: int, mine: bool) -> None:
         if self._several_ranks and not agreed(mine):
