@@ -108,6 +108,11 @@ class BucketCapture:
             )
             self.reports[size] = replace(self.reports[size], largest_difference=worst)
 
+    def add_bytes(self, size: int, nbytes: int) -> None:
+        """A recorded bucket takes more memory than its recording did."""
+        report = self.reports[size]
+        self.reports[size] = replace(report, nbytes=report.nbytes + nbytes)
+
     def drop(self, size: int, failure: Failure) -> None:
         """Give up a bucket for a reason from outside."""
         self.failures[size] = failure
