@@ -165,6 +165,10 @@ class CaptureManager(Serving):
         finally:
             self._lock.release()
 
+    def loops(self, size: int) -> bool:
+        """Whether `run_many` runs bucket `size` as a loop on the device, by one graph launch."""
+        return self._many is not None and size in self._many.loops
+
     def expect_change(self) -> None:
         """The next replay compares everything that the recordings point at with where it was."""
         if self._fingerprint is not None:

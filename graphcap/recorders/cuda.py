@@ -216,9 +216,7 @@ class CudaRecorder(Recorder):
                 for generator in self.generators:
                     if generator.device.type == "cuda":
                         graph.register_generator_state(generator)
-                outputs, pinned, census = self._capture(graph, step)
-                if kept:
-                    graph.instantiate()  # torch puts it off to the first replay
+                outputs, pinned, census = self._capture(graph, step, kept)
             except BaseException as error:
                 line = raising_line(error.__traceback__)
                 # What the step had allocated is held by its frames until they are cleared.
@@ -235,7 +233,7 @@ class CudaRecorder(Recorder):
         return made
 
     def _capture(
-        self, graph: torch.cuda.CUDAGraph, step: BoundStep
+        self, graph: torch.cuda.CUDAGraph, step: BoundStep, kept: bool
     ) -> tuple[Mapping[str, torch.Tensor], tuple[torch.UntypedStorage, ...], Census]:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), torch.no_grad(), autocast_casts_not_kept():
@@ -250,6 +248,8 @@ class CudaRecorder(Recorder):
                 outputs = dict(step())
                 census = trace.count_only()
             graph.capture_end()
+            if kept:
+                graph.instantiate()  # torch puts it off to the first replay
         return outputs, tuple(trace.pinned.values()), census
 
     def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
