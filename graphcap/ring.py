@@ -7,14 +7,18 @@ for into the next place of a ring and notes the rows that have just produced the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import MappingProxyType
 
 import torch
 
 from graphcap.errors import CaptureError, InputError
-from graphcap.operations import BufferSpec, operation
+from graphcap.operations import BufferSpec, Operation, operation
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Many:
 
 
 @operation("ring")
-def _write(
+def write(
     places: tuple[torch.Tensor, ...],
     outputs: tuple[torch.Tensor, ...],
     cursor: torch.Tensor,
@@ -85,10 +89,20 @@ def _write(
     counts: torch.Tensor,
     live: torch.Tensor,
     ends: torch.Tensor | None,
-    values: tuple[int, ...],
+    values: torch.Tensor,
     hit: torch.Tensor,
 ) -> None:
-    """Outputs go to the place of `cursor`, which moves on; rows that end are live no more."""
+    """Outputs go to the place of `cursor`, which moves on; rows that end are live no more.
+
+    Args:
+        places, outputs: (length, M, *row_shape) and (M, *row_shape) of one dtype, pair by pair.
+        cursor: int64 (1,): the place to write, in front of `length`.
+        counts: int64 (M,): grows by 1 for each live row, where `ends` is given.
+        live: bool (M,): unset where `ends` holds one of `values`.
+        ends: (M,), integer or boolean; None: no row ends.
+        values: int64 (number of them,).
+        hit: bool (M,): overwritten.
+    """
     for place, output in zip(places, outputs, strict=True):
         place.index_copy_(0, cursor, output.unsqueeze(0))
     # Also where steps run one by one, for which nobody sets the cursor back.
@@ -98,8 +112,34 @@ def _write(
         for value in values:
             torch.eq(ends, value, out=hit)
             live.masked_fill_(hit, False)
-        if not values:
-            live.masked_fill_(ends, False)
+
+
+def write_operation(device: torch.device) -> Operation:
+    """`write` as one kernel where Triton makes it right, otherwise as torch's own."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return write
+    try:
+        from graphcap.ring_triton import write as fused
+
+        _hold_against_torch(fused, device)
+    except Exception as error:  # a compiler can fail in any way
+        logger.warning("the ring is written by torch's kernels, Triton's fails: %s", error)
+        return write
+    return fused
+
+
+def _hold_against_torch(fused: Operation, device: torch.device) -> None:
+    results = []
+    for one in (fused, write):
+        tokens = torch.tensor([7, 8, 9], dtype=torch.int32, device=device)
+        places = torch.zeros(2, 4, dtype=torch.int32, device=device)
+        cursor, counts = (torch.ones(n, dtype=torch.int64, device=device) for n in (1, 3))
+        live, hit = (torch.tensor([True, True, False], device=device) for _ in range(2))
+        values = torch.tensor([5, 8], device=device)
+        one.function((places[:, :3],), (tokens,), cursor, 2, counts, live, tokens, values, hit)
+        results.append([t.tolist() for t in (places, cursor, counts, live)])
+    if results[0] != results[1]:
+        raise ValueError(f"expected {results[1]}, found {results[0]}")
 
 
 class RingBuffer:
@@ -126,7 +166,11 @@ class RingBuffer:
             self.live = torch.zeros(rows, dtype=torch.bool, device=device)
             self._numbers = torch.arange(rows, dtype=torch.int32, device=device)
             self._hit = torch.zeros(rows, dtype=torch.bool, device=device)
+            # A boolean that ends a row is its own value.
+            values = (ring.stop.values or (1,)) if ring.stop is not None else ()
+            self._values = torch.tensor(values, dtype=torch.int64, device=device)
         self._head, self._cursor, self._counts = head, head[:1], head[1:]
+        self._write = write_operation(device)
         self._live_rows: int | None = None
         self._views: dict[tuple[int, int], Many] = {}
 
@@ -148,7 +192,7 @@ class RingBuffer:
             wanted = None if ring.stop.values else torch.bool
             ends = _check_output(outputs, ring.stop.output, (), wanted)
         rows = outputs[next(iter(self._places))].shape[0]
-        _write(
+        self._write(
             tuple(place[:, :rows] for place in self._places.values()),
             tuple(outputs[name] for name in self._places),
             self._cursor,
@@ -156,7 +200,7 @@ class RingBuffer:
             self._counts[:rows],
             self.live[:rows],
             ends,
-            () if ring.stop is None else ring.stop.values,
+            self._values,
             self._hit[:rows],
         )
 
@@ -193,6 +237,11 @@ class RingBuffer:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Everything that steps change."""
         return (*self._places.values(), self._head, self.left, self.live, self._hit)
+
+    @property
+    def owned(self) -> tuple[torch.Tensor, ...]:
+        """Every tensor that the recorded write touches."""
+        return (*self.tensors, self._values)
 
     def contents(self, rows: int) -> dict[str, torch.Tensor]:
         """What `rows` real rows and the ring itself hold: the same after a replay and an eager step."""

@@ -166,8 +166,8 @@ class Verifier:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What a step changes besides slots: the tensors of `state` and of the ring."""
-        return self._saved
+        """What a step touches besides slots and what it names: `state`, and the ring."""
+        return (*self._state, *(() if self._ring is None else self._ring.owned))
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:

@@ -21,7 +21,7 @@ _MACHINERY = (
     str(_PACKAGE / "serving.py"),
     str(_PACKAGE / "life.py"),
     str(_PACKAGE / "many.py"),
-    str(_PACKAGE / "ring.py"),
+    str(_PACKAGE / "ring"),
     str(_PACKAGE / "inputs.py"),
     str(_PACKAGE / "pool.py"),
     contextlib.__file__,
