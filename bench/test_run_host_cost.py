@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from graphcap import BufferPool, CaptureManager, Settings, Slot, StaticInputs
-from graphcap.ring import Ring, Stop
+from graphcap import BufferPool, CaptureManager, Ring, Settings, Slot, StaticInputs, Stop
 
 
 @pytest.fixture

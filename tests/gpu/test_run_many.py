@@ -4,7 +4,7 @@ import pytest
 import torch
 from walks import TOKENS, Walk, batch_of, counted, walker, walks
 
-from graphcap import BucketLadder, Settings
+from graphcap import BucketLadder, Settings, Stop
 from graphcap.decode.decoder import Decoder
 from graphcap.decode.kernels import decode_kernels
 from graphcap.decode.measure import activity
@@ -14,7 +14,6 @@ from graphcap.errors import BackendError, StaleRecordingError
 from graphcap.moe.kernels import choose_backend
 from graphcap.recorders.cuda import CudaRecording
 from graphcap.recorders.loop_probe import keeps_graphs, probe_loops
-from graphcap.ring import Stop
 
 LENGTH = 8
 both = pytest.mark.parametrize("looped", [True, False], ids=["loop", "replays"])
