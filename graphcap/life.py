@@ -98,7 +98,8 @@ class CaptureLife:
         buffer = None if self._many is None else self._many.buffer
         self._verifier = Verifier(inputs, self.pool, example, state, rows_mix, buffer)
         self.recorder.generators = self._verifier.generators
-        self.recorder.repeatable = ring is not None
+        if ring is not None:
+            self.recorder.repeatable = True
         self._lock = threading.Lock()
         self._state = "new"
         self._watched = watched
