@@ -116,6 +116,11 @@ class BucketCapture:
             took = self._verifier.time(self.recordings[size], size)
             self.reports[size] = replace(self.reports[size], replay_ms=took)
 
+    def add_bytes(self, size: int, nbytes: int) -> None:
+        """A recorded bucket takes more memory than its recording did."""
+        report = self.reports[size]
+        self.reports[size] = replace(report, nbytes=report.nbytes + nbytes)
+
     def drop(self, size: int, failure: Failure) -> None:
         """Give up a bucket for a reason from outside."""
         self.failures[size] = failure

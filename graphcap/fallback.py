@@ -62,6 +62,11 @@ class Fallback:
             and rows in (None, self._overflow_rows)
         )
 
+    @property
+    def overflow_rows(self) -> int:
+        """Rows of the batch that `continues` goes on with."""
+        return self._overflow_rows
+
     def forget(self) -> None:
         """Another batch has come: the large one is no longer the current one."""
         self._overflow = None

@@ -21,12 +21,14 @@ from graphcap.checks import Fingerprint
 from graphcap.errors import LadderError, StateError
 from graphcap.fallback import Fallback
 from graphcap.inputs import Inputs
+from graphcap.many import ManySteps
 from graphcap.operations import current_observer
 from graphcap.pool import BufferPool
 from graphcap.reachable import Watched, reachable
 from graphcap.recorders.base import BoundStep, Recorder, Recording, garbage_collection_held
 from graphcap.recorders.select import select_recorder
 from graphcap.report import CaptureReport, ManagerStats
+from graphcap.ring import Ring
 from graphcap.settings import Settings
 from graphcap.verify import Example, Verifier
 
@@ -83,6 +85,7 @@ class CaptureLife:
         rows_mix: bool = False,
         recorder: Recorder | None = None,
         watched: Callable[[], Sequence[Watched]] | None = None,
+        ring: Ring | None = None,
     ) -> None:
         self.step = step
         self.inputs = inputs
@@ -96,8 +99,12 @@ class CaptureLife:
                 f"BucketLadder(sizes, max_batch={inputs.max_batch})"
             )
         self.recorder = recorder or select_recorder(self.settings.recorder, inputs.device)
-        self._verifier = Verifier(inputs, self.pool, example, state, rows_mix)
+        self._many = None if ring is None else ManySteps(ring, inputs)
+        buffer = None if self._many is None else self._many.buffer
+        self._verifier = Verifier(inputs, self.pool, example, state, rows_mix, buffer)
         self.recorder.generators = self._verifier.generators
+        if ring is not None:
+            self.recorder.repeatable = True
         self._lock = threading.Lock()
         self._state = "new"
         self._watched = watched
@@ -108,7 +115,13 @@ class CaptureLife:
         self._steady: tuple[Served, int] | None = None  # the last run was a replay of so many rows
         self._fingerprint: Fingerprint | None = None
         self._report: CaptureReport | None = None
-        self._fallback = Fallback(step, inputs, self.pool, self.ladder, strict=self.settings.strict)
+        self._fallback = Fallback(
+            step if self._many is None else self._many.ending(step),
+            inputs,
+            self.pool,
+            self.ladder,
+            strict=self.settings.strict,
+        )
         self._unwatched_note: str | None = None
         self._verified = 0
         self._writes_report = False  # a host that goes through the phases itself writes its own
@@ -186,6 +199,10 @@ class CaptureLife:
         with self._phase("finish()", ("frozen",)):
             self._pinned_down()
             self._captured.warn()
+            if self._many is not None:
+                self._many.make_loops(self._captured.recordings, self._verifier)
+                for size, loop in self._many.loops.items():
+                    self._captured.add_bytes(size, loop.nbytes)
             for size, recording in self._captured.recordings.items():
                 self._served[size].recording = recording
         with self._alone("finish()"):
@@ -196,6 +213,8 @@ class CaptureLife:
     def drop(self, size: int, reason: str, text: str) -> None:
         """Give up bucket `size`, recorded or not, for a reason that only the host knows."""
         with self._alone("drop()"):
+            if self._many is not None:
+                self._many.drop(size)
             self._captured.drop(size, Failure(reason, text))
             self._served[size].recording = None
             self._served[size].views.clear()
@@ -282,7 +301,7 @@ class CaptureLife:
         """Say what the recordings read and no name leads to: rebinding it will not be noticed."""
         known = {
             t.untyped_storage().data_ptr()
-            for t in (*watched, *self.inputs.owned, *self._verifier.state)
+            for t in (*watched, *self.inputs.owned, *self._verifier.tensors)
         }
         unseen = {
             storage.data_ptr(): storage.nbytes()
@@ -301,7 +320,10 @@ class CaptureLife:
         def bound() -> Mapping[str, torch.Tensor]:
             self.inputs.restore_pads()
             with self.pool.step():
-                return self.step(self.inputs.views(size)) if step is None else step()
+                outputs = self.step(self.inputs.views(size)) if step is None else step()
+                if self._many is not None:
+                    self._many.buffer.write(outputs)
+                return outputs
 
         return bound
 
@@ -330,6 +352,8 @@ class CaptureLife:
         self._state = "new"
 
     def _drop_recordings(self) -> None:
+        if self._many is not None:
+            self._many.close()
         self._captured.close()
         for served in self._served.values():
             served.views.clear()
@@ -395,6 +419,7 @@ class CaptureLife:
                 *filter(None, [self.recorder.why]),
                 *self._verifier.notes,
                 *filter(None, [self._unwatched_note]),
+                *filter(None, [None if self._many is None else self._many.note]),
             ),
         )
 

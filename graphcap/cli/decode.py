@@ -38,7 +38,7 @@ class Measured:
     """Figures of one way to decode, per token. None: this device cannot give it."""
 
     operations_per_token: int | None
-    launches_per_token: int | None
+    launches_per_token: float | None
     allocations_per_token: int
     host_us_per_token: float | None
     ms_per_token: float | None
@@ -64,6 +64,13 @@ def add_to(commands: Any) -> None:
         action="append",
         metavar="1,2,3",
         help="token ids of a prompt, once per sequence (default: drawn from the seed)",
+    )
+    parser.add_argument(
+        "--tokens-per-launch",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="tokens that one call decodes, in one graph launch where driver and torch allow (default 1)",
     )
     parser.add_argument("--recorder", choices=("auto", "cuda", "tape"))
     parser.add_argument("--buckets", metavar="1,2,4", help="bucket sizes (default: auto)")
@@ -119,6 +126,7 @@ def run(options: argparse.Namespace) -> int:
         max_context=longest,
         num_sequences=sequences,
         settings=settings,
+        tokens_per_launch=options.tokens_per_launch,
     )
     try:
         with progress_bar("capturing") as progress:
@@ -152,6 +160,8 @@ def run(options: argparse.Namespace) -> int:
             "max_batch": options.max_batch,
             "bucket": decoder.manager.ladder.bucket_for(len(prompts)),
             "tokens": options.tokens,
+            "tokens_per_launch": options.tokens_per_launch,
+            "notes": list(decoder.manager.report.notes),
             "prompt_ids": prompts,
             "eager": eager_figures,
             "replay": replay_figures,
@@ -275,31 +285,48 @@ def _replay_figures(
     manager, device = decoder.manager, decoder.weights.device
     laid = Prompts(prompts, 2, decoder.cache, decoder.weights.shape.vocab_size)
     host: float | None = None
-    launches: int | None = None
+    launches: float | None = None
+    at_once = decoder.tokens_per_launch
+
+    def call() -> object:
+        return manager.run() if at_once == 1 else manager.run_many(at_once)
+
     try:
         for batch in laid.batches():
             manager.run(batch)
         before, requests = manager.stats(), decoder.pool.allocations
         if device.type == "cuda":
             # Before the profiler, which stays attached and makes every later launch slower.
-            host = host_times(manager.run, device).queued
-            seen = activity(manager.run, device)
-            launches, allocations = seen.launches, seen.allocations
+            host = host_times(call, device).queued / at_once
+            seen = activity(call, device)
+            # A loop is launched by the driver itself, which the profiler may not report.
+            unseen = manager.loops(manager.ladder.bucket_for(len(prompts)) or 0) and not any(
+                "GraphLaunch" in name for name in seen.calls
+            )
+            launches = _each(seen.launches + unseen, at_once)
+            allocations = seen.allocations
         else:
-            manager.run()
+            call()
             after = manager.stats()
             allocations = decoder.pool.allocations - requests
             if after.replays > before.replays:
                 bucket = manager.ladder.bucket_for(len(prompts))
                 assert bucket is not None
-                launches = after.replays - before.replays
-                launches += after.input_launches - before.input_launches
+                # Steps on the tape are enqueued one by one, whatever the number of calls.
+                made = after.replays - before.replays
+                made += after.input_launches - before.input_launches
+                launches = _each(made, at_once)
                 allocations += manager.recording(bucket).census().allocations
     finally:
         laid.close()
     figures = asdict(Measured(None, launches, allocations, host, _ms(decoded)))
     del figures["operations_per_token"]
     return figures
+
+
+def _each(count: int, tokens: int) -> float:
+    """`count` of so many tokens, for each of them; an integer where it is whole."""
+    return count // tokens if count % tokens == 0 else count / tokens
 
 
 def _buckets(decoder: Decoder, served: ManagerStats) -> list[dict[str, Any]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -20,6 +19,7 @@ from graphcap.inputs import NUM_ROWS, StaticInputs
 from graphcap.manager import CaptureManager
 from graphcap.moe.ranges import Ranges, nvtx_ranges
 from graphcap.pool import BufferPool
+from graphcap.ring import Ring, Stop
 from graphcap.settings import Settings
 from graphcap.verify import Example
 
@@ -31,7 +31,7 @@ class Decoded:
     """What was decoded, in the order of the prompts.
 
     Attributes:
-        token_ids: for each prompt the tokens that follow it.
+        token_ids: for each prompt the tokens that follow it, end-of-sequence included where there is one.
         seconds_per_token: of the tokens after the first, device work included; None for one token.
             The median on a CPU, the mean on a device, where tokens overlap with the host.
     """
@@ -155,13 +155,13 @@ class EagerDecoder:
             for batch in laid.batches():
                 self.load(batch)
                 first = self.run()["token_ids"]
-            return _follow(laid, first, tokens, lambda: self.run()["token_ids"])
+            return _follow(laid, first, tokens, lambda count: self.run()["token_ids"][None])
         finally:
             laid.close()
 
 
 class Decoder:
-    """Decodes by replay: one launch a token.
+    """Decodes by replay: one launch a token, or a call for several.
 
     Owns a cache, the slots, the pool and a `CaptureManager`; the weights are shared. Call `capture`
     before `decode`.
@@ -175,6 +175,12 @@ class Decoder:
             eagerly.
         ladder: None: what `settings.buckets` says.
         settings: None: read from the environment.
+        tokens_per_launch: tokens that one call of the manager decodes; see `CaptureManager.run_many`.
+        eos: token ids that end a sequence; what would follow is left out. Where several tokens come by
+            one call, decoding stops with the call in which the last sequence ends.
+
+    Raises:
+        InputError: `tokens_per_launch` is below 1.
     """
 
     def __init__(
@@ -188,7 +194,14 @@ class Decoder:
         block_size: int = 16,
         ladder: BucketLadder | None = None,
         settings: Settings | None = None,
+        tokens_per_launch: int = 1,
+        eos: Sequence[int] = (),
     ) -> None:
+        self.tokens_per_launch = tokens_per_launch
+        self.eos = tuple(eos)
+        stop = Stop("token_ids", self.eos) if eos else None
+        kept = {"token_ids": ((), torch.int32)}
+        ring = None if tokens_per_launch == 1 else Ring(tokens_per_launch, kept, stop)
         self.weights = weights
         self.cache = PagedCache(
             weights.shape,
@@ -214,6 +227,7 @@ class Decoder:
             ladder=ladder,
             settings=settings,
             example=example_batches(self.cache, weights.shape.vocab_size),
+            ring=ring,
         )
 
     def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> Decoded:
@@ -224,9 +238,23 @@ class Decoder:
         """
         laid = Prompts(prompts, tokens, self.cache, self.weights.shape.vocab_size)
         try:
-            for batch in laid.batches():
-                first = self.manager.run(batch)["token_ids"]
-            return _follow(laid, first, tokens, lambda: self.manager.run()["token_ids"])
+            *before, last = laid.batches()
+            for batch in before:
+                self.manager.run(batch)
+            if self.tokens_per_launch > 1:
+                many = self.manager.run_many(1, last)
+                return _follow(
+                    laid,
+                    many.outputs["token_ids"][0],
+                    tokens,
+                    lambda count: self.manager.run_many(count).outputs["token_ids"],
+                    self.tokens_per_launch,
+                    self.eos,
+                    many.live,
+                )
+            first = self.manager.run(last)["token_ids"]
+            advance = lambda count: self.manager.run()["token_ids"][None]  # noqa: E731
+            return _follow(laid, first, tokens, advance, eos=self.eos)
         finally:
             laid.close()
 
@@ -260,24 +288,42 @@ def _follow(
     laid: Prompts,
     first: torch.Tensor,
     tokens: int,
-    advance: object,
+    advance: Callable[[int], torch.Tensor],
+    at_once: int = 1,
+    eos: tuple[int, ...] = (),
+    live: torch.Tensor | None = None,
 ) -> Decoded:
-    assert callable(advance)
+    """The tokens after the first.
+
+    Args:
+        advance: the next so many tokens of all rows, at most `at_once`.
+        live: the rows that have not ended, as of now whenever it is read; None: not known.
+    """
     sampled = torch.empty(tokens, len(laid), dtype=torch.int32, device=first.device)
     sampled[0].copy_(first)
     _wait(first.device)
-    times = [time.perf_counter()]
-    for index in range(1, tokens):
-        sampled[index].copy_(advance())
+    done, times = 1, [time.perf_counter()]
+    per_token: list[float] = []
+    while done < tokens and (live is None or bool(live.any())):
+        count = min(at_once, tokens - done)
+        sampled[done : done + count].copy_(advance(count))
         times.append(time.perf_counter())
+        per_token.append((times[-1] - times[-2]) / count)
+        done += count
     _wait(first.device)
     elapsed = time.perf_counter() - times[0]
-    token_ids = laid.in_order(list(sampled.cpu()))
-    if tokens == 1:
+    token_ids = [_ended(ids, eos) for ids in laid.in_order(list(sampled[:done].cpu()))]
+    if done == 1:
         return Decoded(token_ids, None)
     if first.device.type == "cpu":
-        return Decoded(token_ids, statistics.median(b - a for a, b in pairwise(times)))
-    return Decoded(token_ids, elapsed / (tokens - 1))
+        return Decoded(token_ids, statistics.median(per_token))
+    return Decoded(token_ids, elapsed / (done - 1))
+
+
+def _ended(token_ids: list[int], eos: tuple[int, ...]) -> list[int]:
+    """Up to the first end-of-sequence."""
+    ends = [index for index, token in enumerate(token_ids) if token in eos]
+    return token_ids[: ends[0] + 1] if ends else token_ids
 
 
 def _wait(device: torch.device) -> None:

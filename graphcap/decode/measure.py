@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpy", "cudaMemset", "cudaGraphLaunch")
+_LAUNCHES = (
+    "cudaLaunchKernel",
+    "cuLaunchKernel",
+    "cudaMemcpy",
+    "cudaMemset",
+    "cudaGraphLaunch",
+    "cuGraphLaunch",
+)
 _ALLOCATIONS = ("cudaMalloc", "cuMemAlloc", "cuMemCreate")
 
 

@@ -211,3 +211,17 @@ def test_the_module_runs_like_the_script():
     assert run.returncode == 0, run.stderr
     assert "launches" in run.stdout
     assert "equal" in run.stdout
+
+
+@pytest.mark.parametrize("at_once", ["2", "7", "40"])
+def test_many_tokens_by_one_call_are_the_same_tokens(capsys, at_once):
+    arguments = ["--tokens", "9", "--layers", "2", "--seed", "3"]
+    single = decode(capsys, *arguments)
+    many = decode(capsys, *arguments, "--tokens-per-launch", at_once)
+    assert many["token_ids"] == single["token_ids"]
+    assert many["outputs_equal"]
+    assert (single["tokens_per_launch"], many["tokens_per_launch"]) == (1, int(at_once))
+    assert single["notes"] == []
+    assert "one by one" in many["notes"][0]
+    assert many["replay"]["launches_per_token"] == 1  # the tape enqueues each step
+    assert many["replay"]["allocations_per_token"] == 0

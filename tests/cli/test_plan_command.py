@@ -177,7 +177,9 @@ def test_the_report_of_decode_is_a_source(capsys, tmp_path: Path, monkeypatch: p
     path.write_text(capsys.readouterr().out)
     result = plan(capsys, "--from-report", str(path), "--max-graphs", "2")
     assert result["unit"] == "ms"
-    assert result["buckets"] == [3, 4]
+    assert result["buckets"][-1] == 4  # whether there is another is as the measured times fall
+    assert len(result["buckets"]) <= 2
+    assert result["lower_bound"] <= result["expected_cost"]
     assert result["steps"] == json.loads(path.read_text())["served"]["steps"]
 
 
