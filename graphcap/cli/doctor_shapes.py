@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from graphcap.cli.options import SHAPES, name, positive, print_json
+from graphcap.cli.options import SHAPES, not_empty, positive, print_json
 from graphcap.errors import CheckpointError, InputError
 from graphcap.moe.slow_shapes import (
     BACKENDS,
@@ -21,7 +21,6 @@ from graphcap.moe.slow_shapes import (
     mlx_findings,
     vllm_findings,
 )
-
 
 _EXPERTS = {
     "qwen3.6-35b-a3b": {
@@ -42,7 +41,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     asked.add_argument(
         "--shape",
-        type=name,
+        type=not_empty,
         metavar="NAME",
         help=f"one of {', '.join((*SHAPES, *_EXPERTS))}, a checkpoint folder, or a config.json of any "
         "mixture-of-experts model",
@@ -52,7 +51,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel ranks (1)")
     asked.add_argument(
         "--device-name",
-        type=name,
+        type=not_empty,
         metavar="CARD",
         help="vllm: a card other than the one here, such as 'NVIDIA H200'",
     )

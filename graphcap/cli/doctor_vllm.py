@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from graphcap.cli.options import name, positive, print_json, progress_bar
+from graphcap.cli.options import not_empty, positive, print_json, progress_bar
 from graphcap.errors import InputError, SettingsError
 
 _GROUP, _NAME = "vllm.general_plugins", "graphcap"
@@ -40,7 +40,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--vllm", action="store_true", help="ask about the vLLM plugin")
     asked.add_argument(
         "--model",
-        type=name,
+        type=not_empty,
         metavar="NAME",
         help="with --vllm: what it would choose for this model (a folder, or a name that vLLM knows); "
         "its weights are not read",

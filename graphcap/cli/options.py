@@ -30,7 +30,7 @@ def positive(text: str) -> int:
     return _bounded(text, 1, _LARGEST)
 
 
-def name(text: str) -> str:
+def not_empty(text: str) -> str:
     """An argparse type: any text but an empty one, as of a shell variable that is not set."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"expected a name, found {text!r}")
