@@ -8,8 +8,7 @@ tokens). The model runner decides when a phase of the capture happens; see `capt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +19,11 @@ from graphcap.errors import StaleRecordingError
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.experts import PooledExperts
 from graphcap.hosts.vllm.inputs import EngineInputs
+from graphcap.hosts.vllm.ranks import agreed, alone, common_recorder, no_vote_on_error
 from graphcap.hosts.vllm.reporting import Reporter
 from graphcap.manager import CaptureManager
 from graphcap.pool import BufferPool
 from graphcap.reachable import Watched, module_tensors, watch
-from graphcap.recorders.select import select_recorder
 from graphcap.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -49,6 +48,9 @@ class EngineCapture:
         device: where the model runs.
         buckets: (kind, size) of what the engine will dispatch to, where that is not what was chosen:
             vLLM may settle on other sizes, or on none for mixed batches.
+
+    Raises:
+        BackendError: the recorder that was asked for cannot work here, or on another rank.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class EngineCapture:
         self._watched_kinds: set[str] = set()
         self._model = model
         self._layers = vllm_config.compilation_config.static_forward_context
-        self._recorder = select_recorder(settings.recorder, device)
+        self._recorder = common_recorder(settings.recorder, device)
         self._hybrid = bool(getattr(vllm_config.model_config, "is_hybrid", False))
         text = vllm_config.model_config.hf_text_config
         limits = (int(text.vocab_size), int(vllm_config.model_config.max_model_len))
@@ -115,11 +117,11 @@ class EngineCapture:
             return False
         manager = self.managers[kind]
         self._recorder.watched = kind not in self._watched_kinds
-        with _no_vote_on_error():
+        with no_vote_on_error():
             made = manager.record(size, self._bound(forward))
         if made:
             self._watched_kinds.add(kind)
-        if not agreed(made) and not _alone():
+        if not agreed(made) and not alone():
             why = manager.failure_of(size) or "the recording failed on another rank"
             self.give_up(f"bucket {size} ({kind}): {why}")
             return False
@@ -128,7 +130,7 @@ class EngineCapture:
     def give_up(self, why: str) -> None:
         """Drop every recording on this rank; from here on every step is vLLM's own."""
         self.failed = why
-        _leave_graph_buffers_alone()
+        _leave_graph_buffersalone()
         logger.warning("graphcap records nothing in this engine, steps run eagerly: %s", why)
         for manager in self.managers.values():
             for size in manager.ladder:
@@ -146,7 +148,7 @@ class EngineCapture:
         manager = self.managers[kind]
         if manager.failure_of(size) is not None:
             return
-        with _no_vote_on_error():
+        with no_vote_on_error():
             manager.verify(size, self._bound(forward))
         mine = manager.failure_of(size)
         if not agreed(mine is None) and mine is None:
@@ -258,35 +260,7 @@ def row_slots(context: Any) -> torch.Tensor | None:
     return next((slots for slots in mapping.values() if slots.dtype == torch.int64), None)
 
 
-def _alone() -> bool:
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return bool(get_tp_group().world_size == 1)
-
-
-def agreed(mine: bool) -> bool:
-    """Whether all tensor-parallel ranks say yes. Talks over the host, never over the device."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    if group.world_size == 1:
-        return mine
-    vote = torch.tensor([int(mine)], dtype=torch.int32, device="cpu")
-    torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(vote.item())
-
-
-@contextmanager
-def _no_vote_on_error() -> Iterator[None]:
-    """What raises here (``GRAPHCAP_STRICT=1``, an interrupt) still votes no: the others wait for it."""
-    try:
-        yield
-    except BaseException:
-        agreed(False)
-        raise
-
-
-def _leave_graph_buffers_alone() -> None:
+def _leave_graph_buffersalone() -> None:
     """Keep vLLM from exchanging the all-reduce buffers of graphs that are gone: at the end of its capture
     context the ranks pair them by index, and after a failure on one rank their numbers differ."""
     from vllm.distributed.parallel_state import get_tp_group
