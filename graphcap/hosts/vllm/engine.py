@@ -24,6 +24,7 @@ from graphcap.hosts.vllm.reporting import Reporter
 from graphcap.manager import CaptureManager
 from graphcap.pool import BufferPool
 from graphcap.reachable import Watched, module_tensors, watch
+from graphcap.recorders.select import probe_capture
 from graphcap.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -247,6 +248,15 @@ def warn_of_eager_mixed_batches() -> None:
         "mixed prefill-decode batches run eagerly: the attention backend turned out to record "
         "decode batches only; set compilation_config mode=3 to have vLLM compile them"
     )
+
+
+def makes_graphs(choice: Choice | None, device: torch.device) -> bool:
+    """Whether steps become graphs here, so that vLLM can estimate their memory with throw-away ones.
+
+    Asked before a capture, never inside one.
+    """
+    asked_for_tape = choice is not None and choice.recorder == "tape"
+    return not asked_for_tape and probe_capture(device).works
 
 
 def row_slots(context: Any) -> torch.Tensor | None:
