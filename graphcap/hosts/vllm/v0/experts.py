@@ -27,7 +27,7 @@ from graphcap.hosts.vllm.v0.operations import FUSED_MOE, as_operation
 from graphcap.moe import ranges
 from graphcap.moe.grouped import GroupedExperts
 from graphcap.moe.kernels.constants import constant
-from graphcap.operations import BufferSpec, operation
+from graphcap.operations import BufferSpec, KernelChoice, kernel_choices, operation
 from graphcap.pool import BufferPool
 from graphcap.settings import Settings
 
@@ -77,6 +77,13 @@ class FusedExperts(PooledExperts):
             self.run_routed = self._ranges.around(  # type: ignore[method-assign]
                 ranges.FUSED_MOE, self.run_routed
             )
+
+    def choices(self) -> tuple[KernelChoice, ...]:
+        """As for newer versions of vLLM; the router is vLLM's own here, and pairs are always grouped."""
+        if self.kernels is None:
+            return ()
+        found = kernel_choices(self.kernels, self.kernels.notes)
+        return tuple(c for c in found if c.operation != self.kernels.router_gemm.name)
 
     @contextmanager
     def in_step(self, slots: torch.Tensor) -> Iterator[None]:
