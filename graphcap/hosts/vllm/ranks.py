@@ -83,6 +83,10 @@ def common_recorder(wanted: str, device: torch.device) -> Recorder:
     if found < mine:
         tape = TapeRecorder(device)
         tape.why = "the tape was chosen: another tensor-parallel rank cannot capture graphs"
-        logger.warning("%s (its log says why); they all use the tape", tape.why)
+        logger.warning(
+            "%s cannot capture graphs (%s); the tape is used on all of them",
+            "another tensor-parallel rank",
+            "its log says why",
+        )
         return tape
     return recorder
