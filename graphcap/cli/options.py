@@ -30,6 +30,13 @@ def positive(text: str) -> int:
     return _bounded(text, 1, LARGEST)
 
 
+def not_empty(text: str) -> str:
+    """An argparse type: any text but an empty one, as of a shell variable that is not set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"expected a name, found {text!r}")
+    return text
+
+
 def seed(text: str) -> int:
     """An argparse type: what torch takes as a seed."""
     return _bounded(text, 0, 2**63 - 1)

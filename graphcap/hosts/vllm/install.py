@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphcap.hosts.vllm import versions
@@ -137,7 +137,7 @@ def _install_config(settings: Settings, device: str, status: PluginStatus) -> No
         fresh = choice is None and self.model_config is not None
         if fresh:
             choice = decide(self, settings, device=device, hopper=_is_hopper(device))
-            as_set = copy.deepcopy(self.compilation_config)
+            set_back = _setter_back(self)
             apply_before(self, choice)
         result = original(self, *args, **kwargs)
         if choice is not None and choice.taken:
@@ -145,7 +145,7 @@ def _install_config(settings: Settings, device: str, status: PluginStatus) -> No
             if gap is not None:
                 choice = withdraw(self, choice, gap)
                 if fresh:  # sizes and modes made for graphcap's recordings are none for vLLM's
-                    self.compilation_config = as_set
+                    set_back()
                     result = original(self, *args, **kwargs)
             elif device == "cpu":
                 apply_after_on_cpu(self, choice)
@@ -155,6 +155,24 @@ def _install_config(settings: Settings, device: str, status: PluginStatus) -> No
         return result
 
     wrap(VllmConfig, "__post_init__", around)
+
+
+def _setter_back(config: Any) -> Callable[[], None]:
+    """What puts the parts of a `VllmConfig` that the plugin writes into back to what they are now. They
+    stay the same objects: whoever made them may still hold them."""
+    parts = [
+        part
+        for part in (config.compilation_config, getattr(config, "kernel_config", None))
+        if part is not None
+    ]
+    values = [copy.deepcopy(vars(part)) for part in parts]
+
+    def set_back() -> None:
+        for part, value in zip(parts, values, strict=True):
+            vars(part).clear()
+            vars(part).update(value)
+
+    return set_back
 
 
 def _gap(config: Any, status: PluginStatus, device: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -105,6 +106,11 @@ class Reporter:
         lines.append(f"pool: {engine.pool.nbytes / 2**20:.2f} MiB for all layers and buckets")
         for what, count in sorted(engine.experts.layers.items()):
             lines.append(f"{count} MoE layers: {what}")
+        lines += [
+            f"{choice.operation} runs on {choice.kernel}: {choice.note}"
+            for choice in engine.experts.choices()
+            if choice.note
+        ]
         lines += [*notes, f"mixed prefill-decode batches: {self._choice.mixed}"]
         counted = ", ".join(f"{reason} {n}" for reason, n in sorted(self.fallbacks.items()))
         lines.append(f"fallbacks so far: {counted or 'none'}")
@@ -123,6 +129,7 @@ class Reporter:
             "managers": {kind: report.to_json() for kind, report in reports.items()},
             "breaks": breaks(reports["decode"]),
             "moe_layers": dict(engine.experts.layers),
+            "kernels": [asdict(choice) for choice in engine.experts.choices()],
             "pool_bytes": engine.pool.nbytes,
             "fallbacks": dict(self.fallbacks),
             "notes": list(notes),

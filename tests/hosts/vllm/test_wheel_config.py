@@ -263,6 +263,8 @@ def test_engine_that_vllm_leaves_without_full_graphs_is_given_back(facts: Facts)
     assert line["text"] == f"graphcap leaves this engine to vLLM: {reason}"
     assert found["mode"] == "VLLM_COMPILE"
     assert max(found["sizes"]) <= ABOVE[-1]
+    assert found["same objects"] == [True, True]  # the user may hold them
+    assert "of the first time" not in found["norms"]
 
 
 def test_additional_config_that_is_no_dictionary_is_named_and_left(facts: Facts):

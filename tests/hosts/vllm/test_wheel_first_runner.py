@@ -263,3 +263,11 @@ def test_backend_that_records_decode_only_has_the_buckets_that_vllm_dispatches_t
     assert found["replays"] == 40
     assert found["prefill"]["mode"] == "NONE"
     assert found["fallbacks"] == {}
+
+
+@pytest.mark.parametrize("recorder", ["auto", "tape"])
+def test_where_nothing_captures_memory_is_estimated_without_graphs(facts: Facts, recorder: str):
+    found = facts[f"estimate, {recorder}"]
+    assert found["graphs"] == 0
+    assert all_equal(found["steps"])
+    assert found["replays"] == 1
