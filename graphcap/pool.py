@@ -153,7 +153,7 @@ class BufferPool:
 
     @property
     def layout(self) -> PoolLayout:
-        """Where each buffer lies and when it is alive, for a picture. Raises `StateError` before the freeze."""
+        """Where each buffer lies, and when it is alive. Raises `StateError` before the freeze."""
         return self._lifetimes.layout(self.plan)
 
     @property
