@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -72,24 +72,29 @@ def require_matplotlib() -> None:
         ) from None
 
 
-def chart(name: str, label: str, draw: Draw, height: int, narrow_height: int | None = None) -> str:
+def chart(
+    name: str, label: str, draw: Draw, height: int, titles: Mapping[str, str] | None = None
+) -> str:
     """A chart as HTML.
 
     Args:
         name: makes the ids of this chart its own.
         label: what it shows, for who cannot see it.
         draw: called for each width.
-        height, narrow_height: in CSS pixels; the same, where only one is given.
+        height: in CSS pixels.
+        titles: gid of something that is drawn -> what a mouse over it shows.
     """
-    sizes = (("wide", WIDE, height), ("narrow", NARROW, narrow_height or height))
     drawn = (
-        f'<div class="{kind}">{_svg(f"{name}-{kind}", label, draw, width, high)}</div>'
-        for kind, width, high in sizes
+        f'<div class="{kind}">'
+        f"{_svg(f'{name}-{kind}', label, draw, (width, height), titles or {})}</div>"
+        for kind, width in (("wide", WIDE), ("narrow", NARROW))
     )
     return f'<div class="chart">{"".join(drawn)}</div>'
 
 
-def _svg(name: str, label: str, draw: Draw, width: int, height: int) -> str:
+def _svg(
+    name: str, label: str, draw: Draw, size: tuple[int, int], titles: Mapping[str, str]
+) -> str:
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -100,16 +105,21 @@ def _svg(name: str, label: str, draw: Draw, width: int, height: int) -> str:
         warnings.simplefilter(
             "ignore"
         )  # glyphs that its own font lacks: the page's font draws them
-        figure = Figure(figsize=(width / 72, height / 72), dpi=72)
+        figure = Figure(figsize=(size[0] / 72, size[1] / 72), dpi=72)
         FigureCanvasSVG(figure)
-        draw(figure, width == NARROW)
+        draw(figure, size[0] == NARROW)
         written = io.StringIO()
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
     root = ElementTree.fromstring(written.getvalue())
     for element in list(root):
         if element.tag == f"{{{_SVG}}}metadata":
             root.remove(element)
-    for element in root.iter():
+    for element in list(root.iter()):
+        title = titles.get(element.get("id", ""))
+        if title is not None:
+            child = ElementTree.Element(f"{{{_SVG}}}title")
+            child.text = clean(title, 200)
+            element.insert(0, child)
         for key, value in list(element.attrib.items()):
             element.set(key, _own(key, value, name))
         if element.tag == f"{{{_SVG}}}style":
@@ -127,6 +137,8 @@ def _own(key: str, value: str, name: str) -> str:
         return f"#{name}-{value[1:]}"
     if key == "clip-path":
         return value.replace("url(#", f"url(#{name}-")
+    if key == "d":
+        return re.sub(r"(\.\d\d)\d+", r"\1", value).replace("\n", "")
     if key == "style":
         value = re.sub(r"#[0-9a-f]{6}", _variable, value)
         return re.sub(r"font: (?:\w+ )*([\d.]+px) [^;]*", r"font-size: \1", value)
@@ -142,6 +154,25 @@ def bare(axes: Axes) -> None:
     """Without ticks and lines on the left: names stand there instead."""
     axes.spines["left"].set_visible(False)
     axes.tick_params(left=False, length=0)
+
+
+def rectangles(
+    axes: Axes, places: Iterable[tuple[float, float, float, float]], colour: str, gid: str | None
+) -> None:
+    """Any number of rectangles (left, bottom, width, height) of one colour as one element, which takes a
+    tenth of the text that one element each would take."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    vertices: list[tuple[float, float]] = []
+    for left, low, width, height in places:
+        right, high = left + width, low + height
+        vertices += [(left, low), (right, low), (right, high), (left, high), (left, low)]
+    if not vertices:
+        return
+    codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
+    path = Path(vertices, codes * (len(vertices) // len(codes)))
+    axes.add_patch(PathPatch(path, facecolor=colour, linewidth=0, gid=gid, snap=False))
 
 
 def legend(entries: list[tuple[str, str]]) -> str:

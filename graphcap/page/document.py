@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from graphcap import __version__
-from graphcap.page import launches, sections
+from graphcap.page.buckets import buckets
+from graphcap.page.fallbacks import fallbacks
+from graphcap.page.launches import launch_table, per_token
+from graphcap.page.pool import pool
 from graphcap.page.run import Run
 from graphcap.page.style import CSS
+from graphcap.page.tables import Cell, note, table
 from graphcap.page.text import escaped, nbytes, number
+from graphcap.page.timeline import timeline
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -14,13 +19,13 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 def page(run: Run) -> str:
     """The whole HTML document of `run`."""
     parts = (
-        ("Per token", launches.per_token(run)),
-        ("Launches by operation", launches.launch_table(run)),
-        ("Buckets", sections.buckets(run)),
-        ("Pool", sections.pool(run)),
-        ("Timeline of one step", sections.timeline(run)),
-        ("Fallbacks", sections.fallbacks(run)),
-        ("Run", sections.machine(run)),
+        ("Per token", per_token(run)),
+        ("Launches by operation", launch_table(run)),
+        ("Buckets", buckets(run)),
+        ("Pool", pool(run)),
+        ("Timeline of one step", timeline(run)),
+        ("Fallbacks", fallbacks(run)),
+        ("Run", _machine(run)),
     )
     body = "".join(f"<section><h2>{title}</h2>{content}</section>" for title, content in parts)
     return (
@@ -38,8 +43,9 @@ def page(run: Run) -> str:
 def _tiles(run: Run) -> str:
     tiles: list[tuple[str, str]] = []
     before, after = run.before, run.after
+    counted = run.kind == "decode"
     for label, attribute in (
-        ("launches per token", "launches"),
+        ("launches per token" if counted else "operations → launches", "launches"),
         ("ms per token", "ms"),
         ("allocations per token", "allocations"),
     ):
@@ -59,3 +65,8 @@ def _tiles(run: Run) -> str:
         for label, value in tiles
     )
     return f'<div class="tiles">{"".join(drawn)}</div>'
+
+
+def _machine(run: Run) -> str:
+    rows: list[list[Cell]] = [[label, value] for label, value in run.facts]
+    return table(["", ""], rows, text_columns=2) + "".join(note(text) for text in run.notes)

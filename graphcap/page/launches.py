@@ -9,7 +9,7 @@ from graphcap.analysis import ANALYSIS, ANALYSIS_ALLOCATIONS, ANALYSIS_LAYERS, A
 from graphcap.page.pictures import launches_chart
 from graphcap.page.run import Census, Recordings, Row, Run
 from graphcap.page.tables import Cell, absent, named, note, table
-from graphcap.page.text import ABSENT, number
+from graphcap.page.text import ABSENT, escaped, number
 
 _MOST_KERNELS = 40
 
@@ -64,17 +64,20 @@ def standard(operation: str) -> str:
 
 
 def launch_table(run: Run) -> str:
-    """Section: calls of one replayed step by operation, of every manager."""
-    return "".join(_of(run, recordings) for recordings in run.recordings)
+    """Section: calls of one replayed step by operation; what was analysed is the decode step, so that of
+    mixed batches is folded away."""
+    decode, *others = run.recordings
+    folded = (
+        f"<details><summary>The step of {escaped(r.kind)} batches</summary>{_of(run, r)}</details>"
+        for r in others
+    )
+    return _of(run, decode) + "".join(folded)
 
 
 def _of(run: Run, recordings: Recordings) -> str:
-    title = f"<h3>{recordings.kind} step</h3>" if len(run.recordings) > 1 else ""
     census = recordings.census
     if census is None:
-        return title + absent(
-            "the operations of a step: no recording serves this batch, or it is old."
-        )
+        return absent("the operations of a step: no recording serves this batch, or it is old.")
     layers = run.layers
     has_nodes = any(row.nodes is not None for row in census.rows)
     per_layer = layers is not None and layers != ANALYSIS_LAYERS
@@ -109,7 +112,7 @@ def _of(run: Run, recordings: Recordings) -> str:
         text += " How many layers this run has is not in this report."
     elif per_layer:
         text += f" This run has {layers} layers: compare the figures per layer."
-    return title + table(columns, rows, foot=foot) + note(text) + _kernels(census)
+    return table(columns, rows, foot=foot) + note(text) + _kernels(census)
 
 
 def _rows(census: Census) -> Iterator[tuple[str, str, int, int | None]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphcap.lifetimes import ENDS, BufferLayout, PoolLayout
-from graphcap.page.charts import MUTED, ON_FILL, SERIES, chart
+from graphcap.page.charts import MUTED, ON_FILL, SERIES, chart, rectangles
 from graphcap.page.text import clean, nbytes
 
 if TYPE_CHECKING:
@@ -43,7 +43,17 @@ def pool_chart(layout: PoolLayout) -> str:
             _draw_window(axes, layout, places, window, narrow, height)
         grid[-1][0].set_xlabel("event of the step: a buffer is taken or released")
 
-    return chart("pool", "lifetimes of buffers against addresses", draw, height * len(windows) + 40)
+    titles = {
+        _gid(index, start): f"{b.name}: {nbytes(b.nbytes)} at {nbytes(b.offset)}"
+        for index, b in enumerate(layout.buffers)
+        for start, _ in windows
+    }
+    label = "lifetimes of buffers against addresses"
+    return chart("pool", label, draw, height * len(windows) + 40, titles)
+
+
+def _gid(index: int, start: int) -> str:
+    return f"buffer-{index}-{start}"
 
 
 def _places(layout: PoolLayout) -> dict[int, float]:
@@ -61,36 +71,36 @@ def _draw_window(
     narrow: bool,
     height: int,
 ) -> None:
-    from matplotlib.patches import Rectangle
-
     start, end = window
     top = max(places.values()) or 1.0
     px_per_event = (250 if narrow else 620) / (end - start)
-    for buffer in layout.buffers:
+    px_per_height = (height - 30) / top
+    for index, buffer in enumerate(layout.buffers):
         low, high = places[buffer.offset], places[buffer.offset + buffer.nbytes]
-        for first, last in buffer.spans:
-            if last < start or first >= end:
-                continue
-            left, right = max(first, start), min(last + 1, end)
-            colour = colour_of(buffer, layout)
-            axes.add_patch(
-                Rectangle((left, low), right - left, high - low, facecolor=colour, linewidth=0)
-            )
-            name = clean(buffer.name, 40)
+        lives = [
+            (max(first, start), min(last + 1, end))
+            for first, last in buffer.spans
+            if last >= start and first < end
+        ]
+        places_of_lives = ((left, low, right - left, high - low) for left, right in lives)
+        rectangles(axes, places_of_lives, colour_of(buffer, layout), _gid(index, start))
+        name = clean(buffer.name, 40)
+        for left, right in lives:
             fits = (right - left) * px_per_event > len(name) * _LETTER + 6
-            if fits and (high - low) / top * (height - 30) > 14:
+            if fits and (high - low) * px_per_height > 9.5:
                 axes.text(
                     (left + right) / 2,
                     (low + high) / 2,
                     name,
                     ha="center",
-                    va="center",
+                    va="center_baseline",
                     color=ON_FILL,
+                    size=12 if (high - low) * px_per_height > 14 else 9.5,
                     clip_on=True,
                 )
     axes.set_xlim(start, end)
     axes.set_ylim(0, top)
-    ticks = _ticks(places, least=18 / (height - 30) * top)
+    ticks = _ticks(places, least=18 / px_per_height)
     axes.set_yticks([places[edge] for edge in ticks], [nbytes(edge) for edge in ticks])
     axes.tick_params(axis="y", labelcolor=MUTED, labelsize=11)
     axes.locator_params(axis="x", nbins=4 if narrow else 8, integer=True)

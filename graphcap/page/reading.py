@@ -105,8 +105,8 @@ def _capture(field: Field, source: str) -> Run:
 
 def _plugin(field: Field, source: str) -> Run:
     managers = dict(field["managers"].items())
-    if "decode" not in managers:
-        raise field["managers"].wrong("an object with 'decode'")
+    if "decode" not in managers or not managers.keys() <= {"decode", "mixed"}:
+        raise field["managers"].wrong("an object with 'decode', and 'mixed' where it is recorded")
     decode = managers.pop("decode")
     recordings = [_manager("decode", decode)]
     recordings += [_manager(kind, manager) for kind, manager in managers.items()]

@@ -16,19 +16,20 @@ font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif;o
 h1{font-size:1.5rem;line-height:1.25;margin:.4em 0}
 h2{font-size:1.15rem;margin:2.2em 0 .6em;padding-top:.8em;border-top:1px solid var(--grid)}
 h3{font-size:1rem;margin:1.4em 0 .4em}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:1em 0}
-.tile{background:var(--box);border-radius:8px;padding:10px 14px}
-.tile b{display:block;font-size:1.35rem;line-height:1.3;font-variant-numeric:tabular-nums}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:10px;margin:1em 0}
+.tile{background:var(--box);border-radius:8px;padding:10px 12px}
+.tile b{display:block;font-size:1.2rem;line-height:1.3;font-variant-numeric:tabular-nums}
 .tile span,.note,small,.source{color:var(--muted);font-size:.875rem}
 .note{margin:.6em 0}
 .absent{color:var(--warn);font-size:.875rem;margin:.6em 0}
 .scroll{overflow-x:auto;margin:.8em 0}
 table{border-collapse:collapse;width:100%;font-size:.875rem}
-th,td{text-align:left;vertical-align:top;padding:5px 14px 5px 0;border-bottom:1px solid var(--grid)}
+th,td{text-align:left;vertical-align:top;padding:5px 12px 5px 0;border-bottom:1px solid var(--grid)}
 th:last-child,td:last-child{padding-right:0}
 th{color:var(--muted);font-weight:600;vertical-align:bottom}
 th:empty{padding:0}
-td{min-width:3.2em}
+td:not(.n){min-width:7.6em}
+.n+.n{min-width:3em}
 td b{font-weight:600}
 small{display:block;line-height:1.3}
 .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap;overflow-wrap:normal}
@@ -43,5 +44,5 @@ color:var(--muted);font-size:.875rem}
 .chart svg *{stroke-linejoin:round;stroke-linecap:butt}
 .narrow{display:none}
 summary{cursor:pointer;color:var(--muted);font-size:.875rem;padding:.4em 0}
-@media (max-width:600px){.wide{display:none}.narrow{display:block}body{padding:12px}}
+@media (max-width:600px){th,td{padding-right:9px}.wide{display:none}.narrow{display:block}body{padding:12px}}
 """

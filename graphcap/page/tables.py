@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphcap.page.text import escaped
+from graphcap.page.text import breakable, escaped
 
 MOST_ROWS = 300
 
@@ -20,8 +20,10 @@ class Html:
 Cell = str | Html
 
 
-def cell(value: Cell) -> str:
-    return value.text if isinstance(value, Html) else escaped(value)
+def _cell(value: Cell, is_text: bool) -> str:
+    if isinstance(value, Html):
+        return value.text
+    return breakable(value) if is_text else escaped(value)
 
 
 def table(
@@ -40,7 +42,7 @@ def table(
 
     def line(cells: Sequence[Cell], tag: str) -> str:
         marked = (
-            f"<{tag}{'' if index < text_columns else ' class=n'}>{cell(value)}</{tag}>"
+            f"<{tag}{'' if index < text_columns else ' class=n'}>{_cell(value, index < text_columns)}</{tag}>"
             for index, value in enumerate(cells)
         )
         return f"<tr>{''.join(marked)}</tr>"
@@ -59,13 +61,13 @@ def table(
 
 def named(name: str, detail: str) -> Html:
     """A name with something smaller below it."""
-    below = f"<small>{escaped(detail, 200)}</small>" if detail else ""
-    return Html(f"<b>{escaped(name, 200)}</b>{below}")
+    below = f"<small>{breakable(detail, 200)}</small>" if detail else ""
+    return Html(f"<b>{breakable(name, 200)}</b>{below}")
 
 
 def swatch(variable: str, name: str) -> Html:
     """A name beside the colour that it has in a chart; `variable` is ours."""
-    return Html(f'<i style="background:var({variable})"></i>{escaped(name, 200)}')
+    return Html(f'<i style="background:var({variable})"></i>{breakable(name, 200)}')
 
 
 def note(text: str) -> str:

@@ -25,6 +25,11 @@ def escaped(text: str, most: int = 2000) -> str:
     return html.escape(clean(text, most), quote=True)
 
 
+def breakable(text: str, most: int = 2000) -> str:
+    """As `escaped`, for a name that may be broken after an underscore or before a dotted part."""
+    return re.sub(r"(?<=_)(?=\w)|(?<=\.)(?=[a-zA-Z])", "<wbr>", escaped(text, most))
+
+
 def number(value: float | int | None, digits: int = 2) -> str:
     """``1,095``, ``3.87``; `ABSENT` for None."""
     if value is None:
