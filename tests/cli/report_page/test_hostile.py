@@ -1,0 +1,58 @@
+"""A report is data: whatever it says, it says it on the page and does nothing there."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from altered import hostile
+from html_reading import Page
+
+pytest.importorskip("matplotlib", reason="the page's charts need matplotlib: the extra `report`")
+
+from graphcap.page.document import page
+from graphcap.page.reading import read_run
+
+TEXTS = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "' onmouseover='alert(1)",
+    "</title></style></svg></textarea>-->",
+    "]]><![CDATA[<b>",
+    "&lt;b&gt; &amp; &#60;",
+    "$\\frac{1}{$ \\input{x} $$",
+    "\x00\x01\x1b[31m\x7f\ud800\ufffe",
+    "\u202egnp.exe\u2066",
+    "漢字 한글 \U0001f600 عربى",
+    "url(#wide) var(--ink) #010101",
+    "x" * 100_000,
+]
+
+
+@pytest.fixture(params=["decoded", "captured", "plugged"])
+def report(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_texts_stay_text(report: dict[str, Any], text: str):
+    harmless = json.dumps(hostile(report, " harmless")).encode()
+    plain = Page(page(read_run(harmless, "run.json")))
+    content = json.dumps(hostile(report, text)).encode()
+    html = page(read_run(content, f"run{text}.json"))
+    html.encode()  # no half of a surrogate pair
+    found = Page(html)
+    assert found.unclosed == []
+    added = {tag for tag, _ in found.elements} - {tag for tag, _ in plain.elements}
+    assert added <= {"wbr"}
+    assert sum(tag == "title" for tag, _ in found.elements) == sum(
+        tag == "title" for tag, _ in plain.elements
+    )
+    for _, attributes in found.elements:
+        assert not [name for name in attributes if name.startswith("on") or name == "src"]
+    assert not any((ord(c) < 32 and c not in "\t\n") or 0xD800 <= ord(c) < 0xE000 for c in html)
+    assert len(html) < 2_000_000
+    start = text[:20]
+    if start.isprintable():
+        assert start in found.everything
