@@ -36,7 +36,7 @@ def launches_chart(before: Way | None, after: Way | None) -> str:
     entries.append((analysis, float(ANALYSIS_TOTAL), number(ANALYSIS_TOTAL), REFERENCE))
 
     def draw(figure: Figure, narrow: bool) -> None:
-        bars(figure, entries, narrow=narrow, longest=48 if narrow else 90)
+        bars(figure, entries, narrow=narrow, longest=46 if narrow else 90)
 
     return chart("launches", "launches per token", draw, 52 * len(entries))
 

@@ -39,13 +39,12 @@ def pool(run: Run) -> str:
             swatch(VARIABLES[colour_of(b, layout)], b.name),
             nbytes(b.offset),
             nbytes(b.nbytes),
-            number(min(first for first, _ in b.spans)) if b.spans else ABSENT,
-            number(max(last for _, last in b.spans)) if b.spans else ABSENT,
+            f"{number(b.spans[0][0])} to {number(b.spans[-1][1])}" if b.spans else ABSENT,
             number(b.lives),
         ]
         for b in layout.buffers
     ]
-    listed = table(["buffer", "offset", "size", "first event", "last event", "lives"], rows)
+    listed = table(["buffer", "offset", "size", "events", "lives"], rows)
     return (
         "".join(parts)
         + f"<details><summary>{plural(len(rows), 'buffer')} by address</summary>{listed}</details>"

@@ -28,7 +28,7 @@ th,td{text-align:left;vertical-align:top;padding:5px 12px 5px 0;border-bottom:1p
 th:last-child,td:last-child{padding-right:0}
 th{color:var(--muted);font-weight:600;vertical-align:bottom}
 th:empty{padding:0}
-td:not(.n){min-width:7.6em}
+td:not(.n){min-width:7.2em}
 .n+.n{min-width:3em}
 td b{font-weight:600}
 small{display:block;line-height:1.3}
@@ -44,5 +44,5 @@ color:var(--muted);font-size:.875rem}
 .chart svg *{stroke-linejoin:round;stroke-linecap:butt}
 .narrow{display:none}
 summary{cursor:pointer;color:var(--muted);font-size:.875rem;padding:.4em 0}
-@media (max-width:600px){th,td{padding-right:9px}.wide{display:none}.narrow{display:block}body{padding:12px}}
+@media (max-width:600px){th,td{padding-right:8px}.wide{display:none}.narrow{display:block}body{padding:12px}}
 """

@@ -144,7 +144,7 @@ def test_the_pool_and_its_buffers(captured: Report):
     ]
     by_name = {row[0]: row[1:] for row in table}
     out = next(b for b in captured["pool_layout"]["buffers"] if b["name"] == "out")
-    assert by_name["out"][2:] == [str(out["spans"][0][0]), str(out["spans"][0][1]), "1"]
+    assert by_name["out"][2:] == [f"{out['spans'][0][0]} to {out['spans'][0][1]}", "1"]
     titles = [
         attributes["id"]
         for _, attributes in found.elements
