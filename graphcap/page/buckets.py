@@ -30,6 +30,11 @@ def _buckets_of(run: Run, recordings: Recordings) -> str:
         _mib(sum(b.mib for b in found)),
         number(sum(b.capture_ms for b in found), 1),
     ]
+    if any(b.replay_ms is not None for b in found):
+        columns.append("replay ms")
+        for row, b in zip(rows, found, strict=True):
+            row.append(number(b.replay_ms))
+        foot.append("")
     if served:
         columns += ["replays", "padding rows"]
         for row, b in zip(rows, found, strict=True):

@@ -68,7 +68,7 @@ def require_matplotlib() -> None:
     except ImportError as error:
         raise BackendError(
             f"graphcap report draws with matplotlib, which cannot be imported ({error}); "
-            f"pip install 'vllm-graphcap[report]'"
+            f"pip install 'vllm-graphcap[plot]'"
         ) from None
 
 

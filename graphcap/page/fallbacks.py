@@ -28,9 +28,8 @@ def fallbacks(run: Run) -> str:
     if run.fallbacks is None:
         parts.append(absent("steps that ran eagerly: it was written before the first."))
     elif not run.fallbacks:
-        when = (
-            " until the report was written, when the capture ended" if run.kind == "plugin" else ""
-        )
+        is_early = run.kind == "plugin" and not run.ended
+        when = " until the report was written, when the capture ended" if is_early else ""
         parts.append(note(f"No step ran eagerly for want of a recording{when}."))
     else:
         rows: list[list[Cell]] = [

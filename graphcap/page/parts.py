@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from graphcap.lifetimes import BufferLayout, PoolLayout
 from graphcap.page.fields import Field
 from graphcap.page.run import Bucket, Census, Kernel, Row, Span, Timeline
@@ -20,8 +22,25 @@ def read_bucket(field: Field) -> Bucket:
         field["capture_ms"].number(),
         optional_count(field, "replays"),
         optional_count(field, "padding_rows"),
-        optional_number(field, "largest_difference"),
+        optional_number(field, "replay_ms"),
     )
+
+
+def read_buckets(field: Field, served: Field | None = None) -> tuple[Bucket, ...]:
+    """The buckets of a manager, with what each of them has `served` where the report was written again
+    at the end of the run."""
+    buckets = tuple(read_bucket(bucket) for bucket in field["buckets"].list())
+    if served is None:
+        return buckets
+    counts = {
+        entry["size"].count(): (entry["replays"].count(), entry["padding_rows"].count())
+        for entry in served["buckets"].list()
+    }
+    counted = []
+    for bucket in buckets:
+        replays, padding = counts.get(bucket.size, (0, 0))
+        counted.append(replace(bucket, replays=replays, padding_rows=padding))
+    return tuple(counted)
 
 
 def read_failures(field: Field) -> dict[str, str]:

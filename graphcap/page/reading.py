@@ -7,7 +7,7 @@ from graphcap.page.parts import (
     optional_count,
     optional_number,
     optional_text,
-    read_bucket,
+    read_buckets,
     read_census,
     read_counts,
     read_failures,
@@ -40,7 +40,7 @@ def _decode(field: Field, source: str) -> Run:
     recordings = Recordings(
         "decode",
         "sequences",
-        tuple(read_bucket(bucket) for bucket in field["buckets"].list()),
+        read_buckets(field),
         read_failures(field["failures"]),
         read_census(field.get("census")),
     )
@@ -81,7 +81,8 @@ def _decode(field: Field, source: str) -> Run:
 
 
 def _capture(field: Field, source: str) -> Run:
-    recordings = _manager("decode", field)
+    served = field.get("served")
+    recordings = _manager("decode", field, served)
     recorder = field["recorder"].text()
     return Run(
         kind="capture",
@@ -98,7 +99,7 @@ def _capture(field: Field, source: str) -> Run:
         equal=None,
         recordings=(recordings,),
         pool=_pool(field),
-        fallbacks=None,
+        fallbacks=None if served is None else read_counts(served["fallbacks"]),
         notes=tuple(note.text() for note in field["notes"].list()),
     )
 
@@ -108,7 +109,8 @@ def _plugin(field: Field, source: str) -> Run:
     if "decode" not in managers or not managers.keys() <= {"decode", "mixed"}:
         raise field["managers"].wrong("an object with 'decode', and 'mixed' where it is recorded")
     decode = managers.pop("decode")
-    recordings = [_manager("decode", decode)]
+    served = field.get("served")  # decode steps only
+    recordings = [_manager("decode", decode, served)]
     recordings += [_manager(kind, manager) for kind, manager in managers.items()]
     recorder, device = decode["recorder"].text(), decode["device"].text()
     choice = field["choice"]
@@ -139,16 +141,17 @@ def _plugin(field: Field, source: str) -> Run:
         equal=None,
         recordings=tuple(recordings),
         pool=_pool(decode),
-        fallbacks=read_counts(field["fallbacks"]),
+        fallbacks=read_counts((field if served is None else served)["fallbacks"]),
+        ended=served is not None,
         notes=tuple(dict.fromkeys(notes)),
     )
 
 
-def _manager(kind: str, field: Field) -> Recordings:
+def _manager(kind: str, field: Field, served: Field | None = None) -> Recordings:
     return Recordings(
         kind,
         "tokens" if kind == "mixed" else "rows",
-        tuple(read_bucket(bucket) for bucket in field["buckets"].list()),
+        read_buckets(field, served),
         read_failures(field["failures"]),
         read_census(field.get("census")),
     )

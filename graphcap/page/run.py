@@ -28,7 +28,7 @@ class Bucket:
     capture_ms: float
     replays: int | None = None
     padding_rows: int | None = None
-    difference: float | None = None
+    replay_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ class Run:
         before, after: the eager step and the replayed one.
         equal: whether both ways gave equal tokens.
         fallbacks: reason -> steps that ran eagerly.
+        ended: a plugin report that was written again at the end of the server.
         layers: of the model.
         eager, replayed: timelines of one step.
     """
@@ -127,6 +128,7 @@ class Run:
     pool: Pool
     fallbacks: Mapping[str, int] | None
     layers: int | None = None
+    ended: bool = False
     notes: tuple[str, ...] = ()
     eager: Timeline | None = None
     replayed: Timeline | None = None

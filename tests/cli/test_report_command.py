@@ -14,7 +14,7 @@ import pytest
 
 from graphcap.cli import main
 
-pytest.importorskip("matplotlib", reason="the page's charts need matplotlib: the extra `report`")
+pytest.importorskip("matplotlib", reason="the page's charts need matplotlib: the extra `plot`")
 
 Report = dict[str, Any]
 
@@ -200,4 +200,4 @@ def test_without_matplotlib_the_extra_is_named(
     run = tmp_path / "run.json"
     run.write_text(json.dumps(captured))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install 'vllm-graphcap[report]'" in refusal(capsys, str(run))
+    assert "pip install 'vllm-graphcap[plot]'" in refusal(capsys, str(run))

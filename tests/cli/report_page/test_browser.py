@@ -13,7 +13,7 @@ from browser import Browser, BrowserUnavailable, browser
 
 from graphcap.cli import main
 
-pytest.importorskip("matplotlib", reason="the page's charts need matplotlib: the extra `report`")
+pytest.importorskip("matplotlib", reason="the page's charts need matplotlib: the extra `plot`")
 
 PHONE, DESKTOP = 320, 1200
 

@@ -10,7 +10,7 @@ import pytest
 from altered import hostile
 from html_reading import Page
 
-pytest.importorskip("matplotlib", reason="the page's charts need matplotlib: the extra `report`")
+pytest.importorskip("matplotlib", reason="the page's charts need matplotlib: the extra `plot`")
 
 from graphcap.page.document import page
 from graphcap.page.reading import read_run

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from html_reading import Page
 
-pytest.importorskip("matplotlib", reason="the page's charts need matplotlib: the extra `report`")
+pytest.importorskip("matplotlib", reason="the page's charts need matplotlib: the extra `plot`")
 
 from graphcap.analysis import ANALYSIS
 from graphcap.page.document import page
@@ -194,6 +194,26 @@ def test_a_plugin_report(plugged: Report):
     assert "Not in this report" in found.text["Timeline of one step"]
     assert "a note of the engine" in found.text["Run"]
     assert ["MoE layers", "2 layers: pooled"] in found.tables["Run"][0]
+
+
+@pytest.mark.parametrize("kind", ["captured", "plugged"])
+def test_what_was_served_until_the_end(request: pytest.FixtureRequest, kind: str):
+    report = copy.deepcopy(request.getfixturevalue(kind))
+    report["served"] = {
+        "steps": 1012,
+        "batches": {"3": 1000, "40": 12},
+        "buckets": [{"size": 4, "replays": 1000, "padding_rows": 1000}],
+        "fallbacks": {"above_max_batch": 12},
+    }
+    manager = report["managers"]["decode"] if kind == "plugged" else report
+    manager["buckets"][2]["replay_ms"] = 3.875
+    found = read(report)
+    table = found.tables["Buckets"][0]
+    assert table[0][4:] == ["replay ms", "replays", "padding rows"]
+    assert table[3][4:] == ["3.88", "1,000", "1,000 25%"]
+    assert table[1][4:] == ["-", "0", "0"]
+    assert found.tables["Fallbacks"][0][1][0::2] == ["above_max_batch", "12"]
+    assert len(found.tables["Fallbacks"][0]) == 2
 
 
 def test_unequal_tokens_are_shouted(decoded: Report):
