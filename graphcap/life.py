@@ -415,6 +415,7 @@ class CaptureLife:
             seconds=seconds,
             census=None if largest is None else captured.recordings[largest].census(),
             kernels=tuple(getattr(self.step, "kernel_choices", ())),
+            pool_layout=self.pool.layout,
             notes=(
                 *filter(None, [self.recorder.why]),
                 *self._verifier.notes,

@@ -14,6 +14,7 @@ import torch
 
 from graphcap import __version__
 from graphcap.census import Census
+from graphcap.lifetimes import PoolLayout
 from graphcap.operations import KernelChoice
 
 
@@ -48,6 +49,7 @@ class CaptureReport:
 
     Attributes:
         kernels: which kernel each operation runs on and why, of a step that says so.
+        pool_layout: where each buffer of the pool lies and when it is alive.
     """
 
     recorder: str
@@ -61,6 +63,7 @@ class CaptureReport:
     census: Census | None
     notes: tuple[str, ...] = ()
     kernels: tuple[KernelChoice, ...] = ()
+    pool_layout: PoolLayout | None = None
     versions: Mapping[str, str | None] = field(default_factory=lambda: versions())
 
     @property

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from graphcap.analysis import ANALYSIS, ANALYSIS_ALLOCATIONS, ANALYSIS_LAYERS, ANALYSIS_TOTAL
 from graphcap.cli.options import (
     add_model,
     chosen_dtype,
@@ -48,25 +49,6 @@ ROWS = (
 )
 """The rows of the table, in the order of a step. Rows that a step does not have count 0."""
 
-ANALYSIS = {
-    "fused_moe w1": 64,
-    "silu_and_mul": 64,
-    "fused_moe w2": 64,
-    "topk_softmax": 64,
-    "moe_align_block_size": 64,
-    "merge": 64,
-    "attention": 1,
-    "rms_norm": 128,
-    "fused_add_rms_norm": 64,
-    "rotary_embedding": 64,
-}
-"""Launches of one step in the analysis of Qwen3.6-35B-A3B under vLLM with ixformer that started this
-project (shape ``seed-64``). It counts attention once a step, not once a layer, and no projections."""
-
-ANALYSIS_TOTAL = 641
-ANALYSIS_ALLOCATIONS = 192
-"""Three torch.empty calls in each of 64 layers; same source."""
-
 _CONTEXT = 256
 
 
@@ -101,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
             if device.type == "cuda"
             else None
         )
-    is_analysed = shape.name == "seed-64" and shape.num_layers == 64
+    is_analysed = shape.name == "seed-64" and shape.num_layers == ANALYSIS_LAYERS
     census = recorded or counted
     result = {
         "shape": shape.name,

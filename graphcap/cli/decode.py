@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _TURNS = 3
 _SMALL_BYTES = 64 * 2**20
+_COUNTED = (
+    3  # tokens for which there is room at least: what counts and times single steps needs them
+)
 
 
 @dataclass(frozen=True)
@@ -75,18 +78,29 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--recorder", choices=("auto", "cuda", "tape"))
     parser.add_argument("--buckets", metavar="1,2,4", help="bucket sizes (default: auto)")
     parser.add_argument("--seed", type=seed, default=0, metavar="N")
+    parser.add_argument(
+        "--timeline",
+        action="store_true",
+        help="with --json: also run one step each way under the profiler, for graphcap report",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     import torch
 
+    from graphcap.cli.timelines import timelines
     from graphcap.decode.cache import PagedCache
     from graphcap.decode.decoder import Decoder, EagerDecoder
     from graphcap.decode.kernels import decode_kernels
     from graphcap.moe.kernels import choose_backend
     from graphcap.moe.ranges import nvtx_ranges
+    from graphcap.report import versions
 
+    if options.timeline and not options.json:
+        raise SettingsError(
+            "--timeline is part of the JSON: add --json, and draw it by graphcap report"
+        )
     settings = settings_with(recorder=options.recorder, buckets=options.buckets)
     device = default_device()
     backend = choose_backend(settings.kernels, device)
@@ -99,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
             f"and {shape.name} was made for {shape.max_position_embeddings} positions; "
             f"ask for fewer tokens"
         )
+    room = longest + max(0, _COUNTED - options.tokens)
     weights = _weights(options, device)
     _share_cores(weights)
     kernels = decode_kernels(backend)
@@ -109,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
         PagedCache(
             weights.shape,
             num_sequences=len(prompts),
-            max_context=longest,
+            max_context=room,
             device=device,
             dtype=weights.dtype,
             format=kernels.cache_format,
@@ -123,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
         weights,
         kernels,
         max_batch=options.max_batch,
-        max_context=longest,
+        max_context=room,
         num_sequences=sequences,
         settings=settings,
         tokens_per_launch=options.tokens_per_launch,
@@ -172,9 +187,14 @@ def run(options: argparse.Namespace) -> int:
             "buckets": _buckets(decoder, served),
             "pool_mib": decoder.pool.nbytes / 2**20,
             "pool_lower_bound_mib": decoder.pool.plan.lower_bound / 2**20,
+            "pool_layout": asdict(decoder.pool.layout),
+            "capture_seconds": decoder.manager.report.seconds,
+            "census": _census(decoder, len(prompts)),
             "fallbacks": dict(served.fallbacks),
             "served": served.served(),
             "failures": {str(k): v for k, v in served.failures.items()},
+            "timeline": timelines(eager, decoder, prompts) if options.timeline else None,
+            "versions": versions(),
         }
     finally:
         decoder.close()
@@ -330,7 +350,7 @@ def _each(count: int, tokens: int) -> float:
 
 
 def _buckets(decoder: Decoder, served: ManagerStats) -> list[dict[str, Any]]:
-    replays = {bucket.size: bucket.replays for bucket in served.buckets}
+    counts = {bucket.size: bucket for bucket in served.buckets}
     return [
         {
             "size": bucket.size,
@@ -338,10 +358,20 @@ def _buckets(decoder: Decoder, served: ManagerStats) -> list[dict[str, Any]]:
             "mib": bucket.nbytes / 2**20,
             "capture_ms": bucket.capture_ms,
             "replay_ms": bucket.replay_ms,
-            "replays": replays[bucket.size],
+            "replays": counts[bucket.size].replays,
+            "padding_rows": counts[bucket.size].padding_rows,
+            "largest_difference": bucket.largest_difference,
         }
         for bucket in decoder.manager.report.buckets
     ]
+
+
+def _census(decoder: Decoder, batch: int) -> dict[str, Any] | None:
+    """What one replay launches for this batch; None where no recording serves it."""
+    bucket = decoder.manager.ladder.bucket_for(batch)
+    if bucket is None or not decoder.manager.serves(bucket):
+        return None
+    return decoder.manager.recording(bucket).census().to_json()
 
 
 def _ms(runs: list[Decoded]) -> float | None:

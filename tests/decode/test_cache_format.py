@@ -15,5 +15,7 @@ def test_another_layout_is_refused() -> None:
 
 
 def test_another_dtype_is_refused() -> None:
-    with pytest.raises(InputError, match=r"expected torch\.int64 or torch\.int32, found torch\.int16"):
+    with pytest.raises(
+        InputError, match=r"expected torch\.int64 or torch\.int32, found torch\.int16"
+    ):
         CacheFormat("tokens", torch.int16)
