@@ -146,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
             "kernels": {
                 "backend": backend.name,
                 "why": backend.why,
-                "operations": [asdict(choice) for choice in kernels.choices()],
+                "operations": [asdict(choice) for choice in decoder.step.kernel_choices],
             },
             "batch": len(prompts),
             "max_batch": options.max_batch,
