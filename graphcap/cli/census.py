@@ -20,7 +20,7 @@ from graphcap.cli.options import (
 if TYPE_CHECKING:
     import torch
 
-    from graphcap.census import Census
+    from graphcap.census import Census, CensusRow
     from graphcap.decode.kernels import DecodeKernels
     from graphcap.decode.shapes import ModelShape
     from graphcap.decode.weights import ModelWeights
@@ -127,17 +127,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(census: Census, is_analysed: bool) -> list[dict[str, Any]]:
-    found = {row.operation: row for row in census.rows}
+    found: dict[str, list[CensusRow]] = {}
+    for row in census.rows:  # an operation may run on several kernels (a merge, and an add to it)
+        found.setdefault(row.operation, []).append(row)
     extra = [name for name in found if name not in ROWS]
     rows = []
     for name in (*ROWS, *extra):
-        row = found.get(name)
+        parts = found.get(name, [])
         rows.append(
             {
                 "operation": name,
-                "count": row.count if row else 0,
-                "implementation": row.implementation if row else "none",
-                "nodes": row.nodes if row else (None if census.nodes is None else 0),
+                "count": sum(part.count for part in parts),
+                "implementation": " + ".join(part.implementation for part in parts) or "none",
+                "nodes": None if census.nodes is None else sum(part.nodes or 0 for part in parts),
                 "analysis_count": ANALYSIS.get(name) if is_analysed else None,
             }
         )
