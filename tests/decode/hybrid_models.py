@@ -138,6 +138,8 @@ def _clear_experts(body: Any, config: Any, generator: torch.Generator) -> None:
     for layer in body.layers:
         if hasattr(layer, "self_attn"):
             layer.self_attn.o_proj.weight[:experts] = 0
+            if layer.self_attn.o_proj.bias is not None:
+                layer.self_attn.o_proj.bias[:experts] = 0
         else:
             layer.linear_attn.out_proj.weight[:experts] = 0
         layer.post_attention_layernorm.weight[:experts] = 0
