@@ -1,4 +1,4 @@
-"""Loads a Hugging Face checkpoint of a Qwen model with experts, tensor by tensor, straight into the fused weights."""
+"""Loads a Hugging Face checkpoint, tensor by tensor, straight into the fused weights."""
 
 from __future__ import annotations
 
@@ -172,8 +172,8 @@ def load_checkpoint(
 
     Reads config.json and model.safetensors, or the shards of model.safetensors.index.json, with the
     experts one by one or stacked. Of a multimodal Qwen3.5 or 3.6 the text model is read; what it sees
-    with is left out and counted (`ModelWeights.left_out`). All names, shapes and dtypes are checked, and the memory, before
-    anything is allocated; each tensor is then copied to its place, so that beside the weights no
+    with is left out and counted (`ModelWeights.left_out`). All names, shapes and dtypes are checked,
+    and the memory, before anything is allocated; each tensor is then copied to its place, so that beside the weights no
     more than one tensor is held. On device "meta" the checks are all that happens.
 
     Args:

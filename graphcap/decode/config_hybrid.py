@@ -62,7 +62,9 @@ def _text_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(text, Mapping):
         cure = "Use the config.json that was published with the checkpoint."
         raise outer.refuse("text_config", text, "an object, as 'model_type' says", cure)
-    check_neutral(outer, {key: NEUTRAL[key] for key in ("quantization_config", "compression_config")})
+    check_neutral(
+        outer, {key: NEUTRAL[key] for key in ("quantization_config", "compression_config")}
+    )
     inner = Reader(text, name)
     key, model_type = inner.required("model_type")
     if model_type != "qwen3_5_moe_text":
@@ -92,7 +94,9 @@ def _linear_layers(read: Reader) -> tuple[int, ...]:
         raise read.refuse("layer_types", types, expected, "Correct config.json.")
     for index, kind in enumerate(types):
         if kind not in ("linear_attention", "full_attention"):
-            raise read.refuse(f"layer_types[{index}]", kind, expected, "Other kinds are not computed.")
+            raise read.refuse(
+                f"layer_types[{index}]", kind, expected, "Other kinds are not computed."
+            )
     return tuple(layer for layer in range(layers) if types[layer] == "linear_attention")
 
 

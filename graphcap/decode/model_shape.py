@@ -19,7 +19,6 @@ from graphcap.decode.config_reader import (
     refuse,
 )
 from graphcap.decode.delta_shape import DeltaShape
-from graphcap.errors import CheckpointError
 
 _CURE = "Correct the shape."
 
@@ -216,7 +215,9 @@ class ModelShape:
     def parameter_count(self) -> int:
         """The number of weights, exactly; a tied lm head counts once."""
         h, sparse = self.hidden_size, self.num_sparse_layers
-        moe = self.num_experts * (h + 3 * h * self.moe_intermediate_size) + self._shared_parameters()
+        moe = (
+            self.num_experts * (h + 3 * h * self.moe_intermediate_size) + self._shared_parameters()
+        )
         dense = 3 * h * self.intermediate_size
         linear = self.num_linear_layers
         delta = self.delta.parameters(h) if self.delta is not None else 0

@@ -82,9 +82,7 @@ def _draw_delta(draw: _Drawer, delta: DeltaWeights, residual: float) -> None:
     draw(delta.output, 0.0, residual / math.sqrt(delta.output.shape[1]))
 
 
-def _draw_layer(
-    draw: _Drawer, layer: LayerWeights | DeltaLayerWeights, shape: ModelShape
-) -> None:
+def _draw_layer(draw: _Drawer, layer: LayerWeights | DeltaLayerWeights, shape: ModelShape) -> None:
     h = shape.hidden_size
     # 2L sublayers add to the residual stream; each adds 1/(2L) of a variance of about one.
     residual = 1 / math.sqrt(2 * shape.num_layers)

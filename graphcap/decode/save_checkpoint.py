@@ -58,8 +58,15 @@ def config_of(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
         "eos_token_id": (eos[0] if len(eos) == 1 else eos) if eos else None,
         **(_hybrid_keys(shape) if shape.is_hybrid else {}),
     }
-    if shape.model_type == "qwen3_5_moe_text":  # which has experts in every layer and needs no flags
-        for key in ("intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"):
+    if (
+        shape.model_type == "qwen3_5_moe_text"
+    ):  # which has experts in every layer and needs no flags
+        for key in (
+            "intermediate_size",
+            "norm_topk_prob",
+            "decoder_sparse_step",
+            "mlp_only_layers",
+        ):
             del config[key]
     return config
 

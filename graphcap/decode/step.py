@@ -136,7 +136,9 @@ class DecodeStep:
         shape, states, place = self.weights.shape, self.cache.states, self._place[index]
         if isinstance(layer, LayerWeights):
             return None
-        assert self._hybrid and shape.delta and states
+        assert self._hybrid is not None
+        assert shape.delta is not None
+        assert states is not None
         return DeltaNet(
             layer.delta,
             shape.delta,

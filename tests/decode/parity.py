@@ -174,7 +174,7 @@ def make_decoder_cache(weights: ModelWeights) -> PagedCache:
 
 
 def assert_decodes_as(theirs: Any, weights: ModelWeights) -> None:
-    """Batch after batch by replay, once more, and eagerly: what `theirs`, a model of transformers, decodes."""
+    """Batch after batch by replay, once more, and eagerly: what `theirs`, of transformers, decodes."""
     dtype = weights.dtype
     batches = [draw_prompts(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
     with chosen_experts(theirs) as seen:
@@ -301,5 +301,3 @@ def serve(decoder: Decoder, prompts: list[list[int]], every: int) -> Reference:
         torch.tensor([s.tokens for s in ordered]),
         torch.stack([torch.stack(s.logits) for s in ordered]),
     )
-
-

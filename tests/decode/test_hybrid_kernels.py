@@ -99,9 +99,7 @@ rows_of = pytest.mark.parametrize("kind", ["one", "first", "mixed", "pads"])
 @rows_of
 @dtypes
 @pytest.mark.parametrize(("c", "w"), sizes([(5, 2), (300, 4), (16, 3)], [(8192, 4)]))
-def test_conv_update(
-    kernels: HybridKernels, kind: str, c: int, w: int, dtype: torch.dtype
-) -> None:
+def test_conv_update(kernels: HybridKernels, kind: str, c: int, w: int, dtype: torch.dtype) -> None:
     rows = draw_rows(kind)
     m = len(rows.slots)
     x = between(normal(1, m, c, dtype=dtype))

@@ -40,7 +40,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "3.5, conv over 2": ("qwen3_5_moe_text", {"linear_conv_kernel_dim": 2}),
     "3.5, attention first": (
         "qwen3_5_moe_text",
-        {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]},
+        {
+            "layer_types": [
+                "full_attention",
+                "linear_attention",
+                "linear_attention",
+                "full_attention",
+            ]
+        },
     ),
     "3.5, all rotary": (
         "qwen3_5_moe_text",
@@ -67,7 +74,9 @@ def test_tokens_and_logits(case: str, dtype: torch.dtype, tmp_path: Path) -> Non
     model.save_pretrained(tmp_path)
     theirs, weights = load_hybrid(kind, tmp_path), load_checkpoint(tmp_path, device="cpu")
     assert theirs.dtype == weights.dtype == dtype
-    assert weights.shape.model_type == ("qwen3_next" if kind == "qwen3_next" else "qwen3_5_moe_text")
+    assert weights.shape.model_type == (
+        "qwen3_next" if kind == "qwen3_next" else "qwen3_5_moe_text"
+    )
     assert (weights.left_out.get("vision", 0) > 20) == (kind == "qwen3_5_moe")
     assert_decodes_as(theirs, weights)
 

@@ -9,9 +9,7 @@ from graphcap.operations import operation
 
 
 @triton.jit
-def _normalized(
-    x, weight, eps, D: tl.constexpr, dtype: tl.constexpr, ADD_ONE: tl.constexpr
-):
+def _normalized(x, weight, eps, D: tl.constexpr, dtype: tl.constexpr, ADD_ONE: tl.constexpr):
     """RMS norm of the rows of x (rows, D) float32; rounded to the model's dtype before the weight, or
     times 1 + weight without that."""
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
