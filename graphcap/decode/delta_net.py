@@ -41,11 +41,18 @@ class DeltaNet:
         self._pool = pool
         self._eps = eps
 
-    def __call__(self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        slots: torch.Tensor,
+        row_ids: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
         """hidden (M, H), normed -> what the layer adds to the residual, in place.
 
         Args:
-            slots: (M,) int64, the row's state; 0 for padding.
+            slots: (M,) int64, where the row's state is.
+            row_ids: (M,) int64 or int32; a row with a negative value is padding and changes no state.
             positions: (M,) int64; at 0 a sequence starts.
         """
         pool, weights, shape, rows = self._pool, self.weights, self._shape, hidden.shape[0]
@@ -54,7 +61,7 @@ class DeltaNet:
         pool.run(self._kernels.linear, hidden, weights.projection, None, projected)
         new, z, beta, decay = projected.split((shape.channels, shape.values, heads, heads), 1)
         mixed = pool.take("delta_mixed", (rows, shape.channels), hidden.dtype)
-        pool.run(self._hybrid.conv_update, new, weights.conv, self.conv, slots, positions, mixed)
+        pool.run(self._hybrid.conv_update, new, weights.conv, self.conv, slots, row_ids, positions, mixed)
         read = pool.take("delta_read", (rows, heads, dim), hidden.dtype)
         pool.run(
             self._hybrid.delta_rule,
@@ -65,6 +72,7 @@ class DeltaNet:
             weights.time_bias,
             self.recurrent,
             slots,
+            row_ids,
             positions,
             read,
         )

@@ -38,7 +38,8 @@ def decode_slots(
 
     A padding row has token 0 at position 0 of a sequence of length 1 whose only block is the null
     block (an attention over no token would divide 0 by 0), and the cache slot -1: it writes nothing
-    to the cache and reaches no expert. Its state slot is the null slot, 0.
+    to the cache and reaches no expert. It changes no recurrent state; its
+    state slot is the null slot.
     """
     slots = {
         "token_ids": Slot((), torch.int32, PadPolicy.ZERO),
@@ -165,7 +166,8 @@ class DecodeStep:
             for index, layer in enumerate(weights.layers):
                 delta = self._deltas[index]
                 if delta is not None:
-                    delta(hidden, inputs["state_slots"], inputs["positions"])
+                    state_slots, row_ids = inputs["state_slots"], inputs["slot_mapping"]
+                    delta(hidden, state_slots, row_ids, inputs["positions"])
                 else:
                     self._attention(index, layer, hidden, inputs, slots, lengths)
                 pool.run(self._add_norm, hidden, residual, layer.post_norm, eps)

@@ -12,7 +12,7 @@ from graphcap.operations import KernelChoice, Operation, kernel_choices
 class HybridKernels:
     """The operations, with signatures as in `reference_hybrid`.
 
-    A row whose state slot is 0 is padding: it reads and writes no state, and what these operations give
+    A row with a negative row id is padding: it changes no state, and what convolution and delta rule give
     it is zero. A row at position 0 starts from a state of zeros.
     """
 

@@ -3,9 +3,8 @@
 Source: `causal_conv1d_update` and `torch_recurrent_gated_delta_rule` of transformers' Qwen3-Next, and
 https://arxiv.org/abs/2412.06464. Roundings are theirs. Nothing allocates and nothing synchronises.
 
-States are addressed by `slots` (M,) int64. Slot 0 is the null state of padding rows: such a row starts
-from zeros whatever lies there, gives zeros, and writes the null state back as it was, which keeps shapes
-fixed.
+States are addressed by `slots` (M,) int64. A row with a negative row id is padding: it starts from zeros
+whatever lies in its slot, gives zeros, and writes the state back as it was, which keeps shapes fixed.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ L2_EPS = 1e-6
 
 
 def _mark(
-    slots: torch.Tensor, positions: torch.Tensor, is_pad: torch.Tensor, starts: torch.Tensor
+    row_ids: torch.Tensor, positions: torch.Tensor, is_pad: torch.Tensor, starts: torch.Tensor
 ) -> None:
-    """is_pad (M,): slot 0; starts (M,): rows that do not look at what is in their slot."""
-    zero = constant(0, slots.device, torch.int64)
-    torch.le(slots, zero, out=is_pad)
-    torch.le(positions, zero, out=starts)
+    """is_pad (M,): padding; starts (M,): rows that do not look at what is in their slot."""
+    device = row_ids.device
+    torch.lt(row_ids, constant(0, device, row_ids.dtype), out=is_pad)
+    torch.le(positions, constant(0, device, positions.dtype), out=starts)
     torch.logical_or(starts, is_pad, out=starts)
 
 
@@ -53,6 +52,7 @@ def conv_update(
     weight: torch.Tensor,
     state: torch.Tensor,
     slots: torch.Tensor,
+    row_ids: torch.Tensor,
     positions: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -69,10 +69,10 @@ def conv_update(
     view, is the newest.
 
     weight (C, W), oldest token first; state (S, C, W - 1) of the model's dtype holds the tokens before, and
-    afterwards the newest W - 1. positions (M,) int64.
+    afterwards the newest W - 1. row_ids (M,) int64 or int32, positions (M,) int64.
     """
     device = x.device
-    _mark(slots, positions, is_pad, starts)
+    _mark(row_ids, positions, is_pad, starts)
     torch.index_select(state, 0, slots, out=kept)
     window[..., :-1].copy_(kept)
     before = window[..., :-1]
@@ -148,6 +148,7 @@ def delta_rule(
     time_bias: torch.Tensor,
     state: torch.Tensor,
     slots: torch.Tensor,
+    row_ids: torch.Tensor,
     positions: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -173,13 +174,13 @@ def delta_rule(
     softplus(decay + time_bias)):  S ← α S;  S ← S + k (β (v - kᵀ S))ᵀ;  out = Sᵀ q.
 
     mixed (M, C) holds queries, keys and values; beta and decay (M, Gv) are views of the projection;
-    decay_log and time_bias (Gv,); positions (M,) int64. Computed in float32 but for β, which is rounded to
-    the model's dtype.
+    decay_log and time_bias (Gv,); row_ids (M,) int64 or int32, positions (M,) int64. Computed in float32
+    but for β, which is rounded to the model's dtype.
     """
     device, (heads, key_dim, value_dim) = mixed.device, state.shape[1:]
     values = heads * value_dim
     keys = (mixed.shape[1] - values) // 2
-    _mark(slots, positions, is_pad, starts)
+    _mark(row_ids, positions, is_pad, starts)
     for source, x in ((mixed[:, :keys], q), (mixed[:, keys : 2 * keys], k)):
         _spread(source, x, keys // key_dim)
         _unit(x, square, length)

@@ -2,7 +2,7 @@
 """The gated delta net of one token in Triton: convolution with its state, the delta rule with its own.
 
 A program of the delta rule takes all Dk rows of some columns of one head's state, so the state is read and
-written once and no program waits for another. A row whose state slot is 0 is padding: its programs write
+written once and no program waits for another. A row with a negative row id is padding: its programs write
 zeros and stop.
 """
 
@@ -24,6 +24,7 @@ def _conv_update_kernel(
     weight_ptr,
     state_ptr,
     slots_ptr,
+    row_ids_ptr,
     positions_ptr,
     out_ptr,
     x_row,
@@ -38,10 +39,10 @@ def _conv_update_kernel(
     inside = c < C
     dtype = out_ptr.dtype.element_ty
     out_at = out_ptr + row * out_row + c
-    slot = tl.load(slots_ptr + row)
-    if slot <= 0:
+    if tl.load(row_ids_ptr + row) < 0:
         tl.store(out_at, tl.zeros((BLOCK,), dtype), mask=inside)
         return
+    slot = tl.load(slots_ptr + row)
     # What the slot holds of another sequence, NaN too, is not read at the start of one.
     known = c < tl.where(tl.load(positions_ptr + row) > 0, C, 0)
     state_at = state_ptr + slot * state_slot + c * (W - 1)
@@ -81,6 +82,7 @@ def _delta_rule_kernel(
     time_bias_ptr,
     state_ptr,
     slots_ptr,
+    row_ids_ptr,
     positions_ptr,
     out_ptr,
     scale,
@@ -103,10 +105,10 @@ def _delta_rule_kernel(
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     dtype = out_ptr.dtype.element_ty
     out_at = out_ptr + row * out_row + head * DV + v
-    slot = tl.load(slots_ptr + row)
-    if slot <= 0:
+    if tl.load(row_ids_ptr + row) < 0:
         tl.store(out_at, tl.zeros((BLOCK_V,), dtype), mask=v < DV)
         return
+    slot = tl.load(slots_ptr + row)
     at = (k < DK)[:, None] & (v < DV)[None, :]
     state_at = state_ptr + slot * state_slot + (head * DK + k)[:, None] * DV + v[None, :]
     # What the slot holds of another sequence, NaN too, is not read at the start of one.
@@ -138,6 +140,7 @@ def conv_update(
     weight: torch.Tensor,
     state: torch.Tensor,
     slots: torch.Tensor,
+    row_ids: torch.Tensor,
     positions: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
@@ -145,8 +148,8 @@ def conv_update(
     view with contiguous rows, is the newest.
 
     weight (C, W), oldest token first; state (S, C, W - 1) of the model's dtype holds the tokens before, and
-    afterwards the newest W - 1. slots and positions (M,) int64. Rounded to the model's dtype before the
-    activation.
+    afterwards the newest W - 1. slots and positions (M,) int64, row_ids (M,) int64 or int32. Rounded to the
+    model's dtype before the activation.
     """
     m, c = out.shape
     block = min(256, triton.next_power_of_2(c))
@@ -155,6 +158,7 @@ def conv_update(
         weight,
         state,
         slots,
+        row_ids,
         positions,
         out,
         x.stride(0),
@@ -176,6 +180,7 @@ def delta_rule(
     time_bias: torch.Tensor,
     state: torch.Tensor,
     slots: torch.Tensor,
+    row_ids: torch.Tensor,
     positions: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
@@ -185,8 +190,8 @@ def delta_rule(
     softplus(decay + time_bias)):  S ← α S;  S ← S + k (β (v - kᵀ S))ᵀ;  out = Sᵀ q.
 
     mixed (M, C) holds queries, keys and values in contiguous rows; beta and decay (M, Gv) are views of the
-    projection; decay_log and time_bias (Gv,); slots and positions (M,) int64; out and state are contiguous.
-    Computed in float32 but for β, which is rounded to the model's dtype.
+    projection; decay_log and time_bias (Gv,); slots and positions (M,) int64, row_ids (M,) int64 or int32;
+    out and state are contiguous. Computed in float32 but for β, which is rounded to the model's dtype.
     """
     m, heads, dv = out.shape
     dk = state.shape[2]
@@ -200,6 +205,7 @@ def delta_rule(
         time_bias,
         state,
         slots,
+        row_ids,
         positions,
         out,
         dk**-0.5,
