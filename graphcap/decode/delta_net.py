@@ -61,7 +61,9 @@ class DeltaNet:
         pool.run(self._kernels.linear, hidden, weights.projection, None, projected)
         new, z, beta, decay = projected.split((shape.channels, shape.values, heads, heads), 1)
         mixed = pool.take("delta_mixed", (rows, shape.channels), hidden.dtype)
-        pool.run(self._hybrid.conv_update, new, weights.conv, self.conv, slots, row_ids, positions, mixed)
+        pool.run(
+            self._hybrid.conv_update, new, weights.conv, self.conv, slots, row_ids, positions, mixed
+        )
         read = pool.take("delta_read", (rows, heads, dim), hidden.dtype)
         pool.run(
             self._hybrid.delta_rule,

@@ -213,7 +213,9 @@ def test_a_missing_and_a_foreign_tensor_are_named(tmp_path: Path) -> None:
         load(tmp_path)
     edit_tensors(
         tmp_path,
-        lambda t: t.update({name: torch.zeros(6), "model.layers.1.linear_attn.A_log": torch.ones(6)}),
+        lambda t: t.update(
+            {name: torch.zeros(6), "model.layers.1.linear_attn.A_log": torch.ones(6)}
+        ),
     )
     with pytest.raises(CheckpointError, match=r"no place.*model\.layers\.1\.linear_attn\.A_log"):
         load(tmp_path)

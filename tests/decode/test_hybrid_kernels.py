@@ -258,7 +258,9 @@ def test_output_gate(
 def test_shared_gate(kernels: HybridKernels, m: int, h: int, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and kernels.shared_gate.implementation == "torch":
         try:
-            torch.mm(torch.ones(1, 1, dtype=dtype, device=DEVICE), torch.ones(1, 1).to(DEVICE, dtype))
+            torch.mm(
+                torch.ones(1, 1, dtype=dtype, device=DEVICE), torch.ones(1, 1).to(DEVICE, dtype)
+            )
         except RuntimeError:
             pytest.skip("this torch multiplies no float16 matrices on a CPU")
     hidden, x = normal(1, m, h, dtype=dtype), normal(2, m, h, dtype=dtype)

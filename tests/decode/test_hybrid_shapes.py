@@ -57,7 +57,9 @@ def test_qwen3_next_needs_no_layer_types() -> None:
 def test_config_round_trip(shape: ModelShape) -> None:
     assert shape.dtype is not None
     written = json.loads(json.dumps(config_of(shape, shape.dtype)))
-    linear = tuple(filter(shape.is_linear, range(shape.num_layers)))  # those that there are, in order
+    linear = tuple(
+        filter(shape.is_linear, range(shape.num_layers))
+    )  # those that there are, in order
     expected = dataclasses.replace(shape, linear_layers=linear)
     assert ModelShape.from_config(written, "drawn") == expected
 
@@ -133,7 +135,10 @@ def test_configs_of_transformers(kind: str, bias: bool) -> None:
             {"rope_parameters": {"rope_theta": 1e7, "rope_type": "yarn"}},
             "'rope_parameters.rope_type'.*Scaled RoPE",
         ),
-        ({"tie_word_embeddings": True}, "'tie_word_embeddings': expected the same as in 'text_conf"),
+        (
+            {"tie_word_embeddings": True},
+            "'tie_word_embeddings': expected the same as in 'text_conf",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -163,14 +168,22 @@ def test_the_dtype_may_stand_outside() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("tiny", {"linear_layers": (0,)}, r"linear_layers: expected \(\), found .*give their model"),
+        (
+            "tiny",
+            {"linear_layers": (0,)},
+            r"linear_layers: expected \(\), found .*give their model",
+        ),
         ("tiny", {"shared_intermediate_size": 3}, "shared_intermediate_size: expected 0"),
         ("tiny", {"rotary_dim": 8}, "rotary_dim: expected None"),
         ("tiny", {"model_type": "qwen9"}, "shared_intermediate_size: expected an integer >= 1"),
         ("tiny", {"intermediate_size": 0}, "intermediate_size: expected an integer >= 1"),
         ("tiny-hybrid", {"model_type": "qwen9"}, "model_type: expected 'qwen3_moe', 'qwen3_next'"),
         ("tiny-hybrid", {"delta": None}, "delta: expected the sizes of gated delta nets"),
-        ("tiny-hybrid", {"rotary_dim": 34}, "rotary_dim: expected an even number up to head_dim, 32"),
+        (
+            "tiny-hybrid",
+            {"rotary_dim": 34},
+            "rotary_dim: expected an even number up to head_dim, 32",
+        ),
         ("tiny-hybrid", {"rotary_dim": 7}, "rotary_dim: expected an even number"),
         ("tiny-hybrid", {"mlp_only_layers": (1,)}, "intermediate_size: expected an integer >= 1"),
         ("tiny-hybrid", {"linear_layers": (-1,)}, r"linear_layers\[0\]: expected"),
