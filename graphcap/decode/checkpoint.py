@@ -108,7 +108,7 @@ def _check_extras(
         cure = (
             "Set 'attention_bias' to true in config.json if the model has biases."
             if biases and not loaded.attention_bias
-            else "It is not a checkpoint of that model alone, or config.json is another model's."
+            else "It is not a plain checkpoint of that model, or config.json is another model's."
         )
         raise CheckpointError(
             f"{stored[extras[0]].path}: {len(extras)} tensors have no place in the model that"
@@ -173,8 +173,8 @@ def load_checkpoint(
     Reads config.json and model.safetensors, or the shards of model.safetensors.index.json, with the
     experts one by one or stacked. Of a multimodal Qwen3.5 or 3.6 the text model is read; what it sees
     with is left out and counted (`ModelWeights.left_out`). All names, shapes and dtypes are checked,
-    and the memory, before anything is allocated; each tensor is then copied to its place, so that beside the weights no
-    more than one tensor is held. On device "meta" the checks are all that happens.
+    and the memory, before anything is allocated; each tensor is then copied to its place, so that
+    beside the weights no more than one tensor is held. On device "meta" the checks are all that happens.
 
     Args:
         dtype: torch.bfloat16, float16 or float32, to which every tensor is converted. None: what

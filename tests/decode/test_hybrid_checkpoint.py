@@ -240,7 +240,7 @@ def test_float16_that_would_overflow_is_refused_in_grouped_tensors(tmp_path: Pat
     assert isinstance(weights.layers[0], DeltaLayerWeights)
     weights.layers[0].delta.projection[3, 3] = 1e6
     save_checkpoint(weights, tmp_path)
-    with pytest.raises(CheckpointError, match="in_proj_qkvz.*float16 can hold"):
+    with pytest.raises(CheckpointError, match=r"in_proj_qkvz.*float16 can hold"):
         load(tmp_path, dtype=torch.float16)
 
 
