@@ -140,6 +140,7 @@ def run(options: argparse.Namespace) -> int:
         result = {
             "shape": weights.shape.name,
             "layers": weights.shape.num_layers,
+            "left_out": dict(weights.left_out),
             "dtype": str(weights.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "recorder": decoder.manager.recorder.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ from graphcap.decode.safetensors_files import StoredTensor, catalogue, read_json
 from graphcap.decode.shapes import DTYPES, ModelShape
 from graphcap.decode.weights import ModelWeights, body_prefix, checkpoint_views, empty_weights
 from graphcap.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 _STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _LM_HEAD = "lm_head.weight"
@@ -209,6 +212,11 @@ def load_checkpoint(
     ensure_fits(shape, target, dtype)
     weights = empty_weights(shape, device=target, dtype=dtype)
     weights.left_out = left_out
+    if left_out:
+        counts = ", ".join(f"{count} of kind {kind}" for kind, count in left_out.items())
+        logger.info(
+            "%s: tensors that decoding text does not need were left out: %s", folder, counts
+        )
     if target.type == "meta":
         return weights
     if shape.tie_word_embeddings:

@@ -14,6 +14,7 @@ import torch
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.delta_net import DeltaNet
 from graphcap.decode.kernels import DecodeKernels
+from graphcap.decode.rotary import rotary_table
 from graphcap.decode.shared_expert import SharedExpert
 from graphcap.decode.weights import (
     DeltaLayerWeights,
@@ -91,7 +92,14 @@ class DecodeStep:
                 f"the kernels have no operations for {shape.name}, a model with gated delta nets and "
                 f"gated attention ({shape.model_type}); use GRAPHCAP_KERNELS=triton or reference"
             )
-        self.kernel_choices = (*kernels.choices(), *(hybrid.choices() if hybrid else ()))
+        self.kernel_choices = kernels.choices()
+        if hybrid is not None:  # its norms stand in for the others
+            own = hybrid.choices()
+            taken = {choice.operation for choice in own}
+            self.kernel_choices = (
+                *(choice for choice in self.kernel_choices if choice.operation not in taken),
+                *own,
+            )
         self.weights = weights
         self.cache = cache
         self.cos_sin = rotary_table(
@@ -306,22 +314,3 @@ def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
 
 
 _COPY = Operation("copies", "torch", _copy)
-
-
-def rotary_table(
-    dim: int,
-    theta: float,
-    positions: int,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Cosines and sines of RoPE (https://arxiv.org/abs/2104.09864): (positions, dim), cosines first.
-
-    Computed in float32 and rounded to the model's dtype, as transformers does.
-    """
-    if torch.device(device).type == "meta":
-        return torch.empty(positions, dim, device=device, dtype=dtype)
-    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], 1).to(device=device, dtype=dtype)

@@ -184,13 +184,17 @@ def nest(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_text_model_beside_others(tied: bool, tmp_path: Path) -> None:
+def test_a_text_model_beside_others(
+    tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "graphcap")
     weights = draw(dataclasses.replace(SHAPE, tie_word_embeddings=tied))
     save_checkpoint(weights, tmp_path)
     edit_tensors(tmp_path, nest)
     found = load(tmp_path)
     assert_same(found, weights)
     assert found.left_out == {"vision": 2, "other": 1}
+    assert "does not need were left out: 2 of kind vision, 1 of kind other" in caplog.text
     assert load(tmp_path, layers=2).left_out == found.left_out
 
 
