@@ -163,13 +163,14 @@ def run(options: argparse.Namespace) -> int:
         result = {
             "shape": weights.shape.name,
             "layers": weights.shape.num_layers,
+            "left_out": dict(weights.left_out),
             "dtype": str(weights.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "recorder": decoder.manager.recorder.name,
             "kernels": {
                 "backend": backend.name,
                 "why": backend.why,
-                "operations": [asdict(choice) for choice in kernels.choices()],
+                "operations": [asdict(choice) for choice in decoder.step.kernel_choices],
             },
             "batch": len(prompts),
             "max_batch": options.max_batch,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LARGEST = 1_000_000
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-SHAPES = ("tiny", "seed-64", "qwen3-30b-a3b")
+SHAPES = ("tiny", "tiny-hybrid", "seed-64", "qwen3-30b-a3b", "qwen3.6-35b-a3b")
 
 
 def positive(text: str) -> int:

@@ -12,6 +12,7 @@ import torch
 from graphcap.buckets import BucketLadder
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.kernels import DecodeKernels
+from graphcap.decode.state_cache import NULL_SLOT
 from graphcap.decode.step import DecodeStep, decode_slots
 from graphcap.decode.weights import ModelWeights
 from graphcap.errors import InputError
@@ -69,14 +70,16 @@ class Prompts:
         self._order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         self._prompts = [list(prompts[i]) for i in self._order]
         self._cache = cache
+        self._states: list[int] = []
         tables: list[torch.Tensor] = []
         try:
             for prompt in self._prompts:
                 # The last token sampled is never written, but the step makes room for it.
                 tables.append(cache.allocate(len(prompt) + tokens))
+                if cache.states is not None:
+                    self._states.append(cache.states.allocate())
         except InputError:
-            for table in tables:
-                cache.free(table)
+            self._free(tables)
             raise
         self.tables = torch.stack(tables)
 
@@ -99,13 +102,16 @@ class Prompts:
         size = self._cache.block_size
         tables = self.tables[:count]
         blocks = tables.gather(1, (positions // size)[:, None])[:, 0].long()
-        return {
+        batch = {
             "token_ids": torch.tensor([p[at] for p, at in rows], dtype=torch.int32),
             "positions": positions,
             "seq_lens": (positions + 1).int(),
             "slot_mapping": (blocks * size + positions % size).to(self._cache.format.slot_dtype),
             "block_tables": tables,
         }
+        if self._states:
+            batch["state_slots"] = torch.tensor(self._states[:count])
+        return batch
 
     def in_order(self, steps: Sequence[torch.Tensor]) -> list[list[int]]:
         """Sampled tokens, step by step in batch order -> prompt by prompt in the caller's order."""
@@ -116,8 +122,14 @@ class Prompts:
         return result
 
     def close(self) -> None:
-        for table in self.tables:
+        self._free(list(self.tables))
+
+    def _free(self, tables: list[torch.Tensor]) -> None:
+        for table in tables:
             self._cache.free(table)
+        for slot in self._states:
+            assert self._cache.states is not None
+            self._cache.states.free(slot)
 
 
 class EagerDecoder:
@@ -217,7 +229,11 @@ class Decoder:
         self.step = DecodeStep(weights, self.cache, kernels, self.pool, nvtx_ranges(settings))
         self.inputs = StaticInputs(
             max_batch,
-            decode_slots(self.cache.blocks_per_sequence, self.cache.format.slot_dtype),
+            decode_slots(
+                self.cache.blocks_per_sequence,
+                self.cache.format.slot_dtype,
+                states=self.cache.states is not None,
+            ),
             weights.device,
         )
         self.manager = CaptureManager(
@@ -228,6 +244,8 @@ class Decoder:
             settings=settings,
             example=example_batches(self.cache, weights.shape.vocab_size),
             ring=ring,
+            # Unlike a key or a value, a recurrent state changes again when it is written again.
+            state=() if self.cache.states is None else self.cache.states.tensors,
         )
 
     def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> Decoded:
@@ -263,7 +281,7 @@ class Decoder:
 
 
 def example_batches(cache: PagedCache, vocab_size: int) -> Example:
-    """Batches of sequences of any length, each with blocks of its own, for verification."""
+    """Batches of sequences of any length, each with blocks and a state of its own, for verification."""
 
     def example(rows: int, generator: torch.Generator) -> Batch:
         size = cache.block_size
@@ -273,13 +291,17 @@ def example_batches(cache: PagedCache, vocab_size: int) -> Example:
         tables = (blocks + 1).view(rows, -1).int()
         positions = torch.randint(cache.max_context, (rows,), generator=generator)
         own = tables.gather(1, (positions // size)[:, None])[:, 0].long()
-        return {
+        batch = {
             "token_ids": torch.randint(vocab_size, (rows,), generator=generator).int(),
             "positions": positions,
             "seq_lens": (positions + 1).int(),
             "slot_mapping": (own * size + positions % size).to(cache.format.slot_dtype),
             "block_tables": tables,
         }
+        if cache.states is not None:
+            slots = torch.randperm(cache.states.num_sequences, generator=generator)[:rows]
+            batch["state_slots"] = slots + NULL_SLOT + 1
+        return batch
 
     return example
 

@@ -47,6 +47,17 @@ def test_without_arguments(capsys):
 
 
 @on_cpu
+def test_a_hybrid(capsys):
+    result = decode(capsys, "--shape", "tiny-hybrid", "--tokens", "8")
+    assert result["outputs_equal"] is True
+    assert result["replay"]["launches_per_token"] == 1
+    assert result["replay"]["allocations_per_token"] == 0
+    assert result["fallbacks"] == {}
+    operations = {choice["operation"] for choice in result["kernels"]["operations"]}
+    assert {"attention", "conv update", "delta rule", "output gate"} <= operations
+
+
+@on_cpu
 @pytest.mark.parametrize("batch", range(1, 9))
 def test_every_batch_up_to_the_maximum(capsys, batch):
     result = decode(capsys, "--batch", str(batch), "--tokens", "8", "--layers", "2")

@@ -122,10 +122,7 @@ def test_without_vllm_that_is_said(capsys, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (
-            ["--shape", "seed-65"],
-            "expected a preset (tiny, seed-64, qwen3-30b-a3b, qwen3.6-35b-a3b)",
-        ),
+        (["--shape", "seed-65"], "expected a preset (tiny, tiny-hybrid, seed-64, qwen3-30b-a3b, "),
         (["--shape", "seed-64", "--bits", "7"], "--bits 7: expected one of 2, 3, 4, 5, 6, 8"),
         (["--shape", "seed-64", "--tp", "3"], "--tp 3: expected a divisor"),
         (["--shape", "seed-64", "--vllm"], "ask one at a time"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 
 from graphcap.decode.cache_format import CacheFormat
+from graphcap.decode.kernels.hybrid import HybridKernels, hybrid_kernels
 from graphcap.moe.kernels import Backend, ExpertKernels, expert_kernels
 from graphcap.operations import KernelChoice, Operation, kernel_choices
 
@@ -23,6 +24,7 @@ class DecodeKernels:
         takes_views: norm, rotary and attention take views of a fused buffer; otherwise queries and
             keys are copied out of it.
         notes: name of a field -> why it is not the backend's own kernel.
+        hybrid: what hybrids need beyond these; None: the backend cannot run them.
     """
 
     experts: ExpertKernels
@@ -39,6 +41,7 @@ class DecodeKernels:
     cache_format: CacheFormat = CacheFormat()  # noqa: RUF009 - frozen
     takes_views: bool = True
     notes: Mapping[str, str] = field(default_factory=dict)
+    hybrid: HybridKernels | None = None
 
     def choices(self) -> tuple[KernelChoice, ...]:
         """Which kernel each operation of the step runs on."""
@@ -68,4 +71,5 @@ def decode_kernels(backend: Backend) -> DecodeKernels:
         module.attention,
         module.argmax,
         module.advance,
+        hybrid=hybrid_kernels(backend.name),
     )
