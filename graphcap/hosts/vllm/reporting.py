@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from graphcap.explain import warn
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.counters import SharedCounters
 from graphcap.hosts.vllm.experts import PooledExperts
@@ -129,7 +130,13 @@ class Reporter:
         try:
             path.write_text(json.dumps(plain, indent=2) + "\n")
         except OSError as error:  # a full disk must not cost the recordings
-            logger.warning("the capture report was not written to %s: %s", path, error)
+            warn(
+                logger,
+                "report-not-written",
+                "the capture report was not written to %s: %s",
+                path,
+                error,
+            )
 
 
 def breaks(report: CaptureReport) -> int:
