@@ -75,7 +75,8 @@ def test_bucket_that_fails_on_another_rank_ends_recording_here(v0_facts: Facts):
     assert found["asked"] == [True, True]  # 12, 8: nothing is recorded after it
     assert set(found["failures"]) == set(map(str, LADDER))
     assert found["at capture"][0] == (
-        "graphcap records nothing in this engine, steps run eagerly: bucket 8: it failed on another rank"
+        "graphcap records nothing in this engine, steps run eagerly: bucket 8: it failed on another rank "
+        "(graphcap explain nothing-recorded)"
     )
 
 

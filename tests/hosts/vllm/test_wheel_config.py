@@ -260,7 +260,9 @@ def test_engine_that_vllm_leaves_without_full_graphs_is_given_back(facts: Facts)
     assert found["choice"]["why_not"] == [reason]
     (line,) = found["lines"]
     assert line["level"] == "WARNING"
-    assert line["text"] == f"graphcap leaves this engine to vLLM: {reason}"
+    assert line["text"] == (
+        f"graphcap leaves this engine to vLLM: {reason} (graphcap explain left-to-vllm)"
+    )
     assert found["mode"] == "VLLM_COMPILE"
     assert max(found["sizes"]) <= ABOVE[-1]
 
@@ -270,7 +272,7 @@ def test_additional_config_that_is_no_dictionary_is_named_and_left(facts: Facts)
     assert found["type"] == "Theirs"
     assert found["lines"][-1] == (
         "graphcap leaves this engine to vLLM: additional_config is not a dictionary, the plugin "
-        "cannot travel in it"
+        "cannot travel in it (graphcap explain left-to-vllm)"
     )
 
 

@@ -35,7 +35,7 @@ def test_version_outside_the_window_is_refused_with_a_warning_that_names_it(
     assert found["replaced"] == []
     assert found["warnings"] == [
         f"graphcap stays off: vLLM {version} is outside the versions that graphcap is made for "
-        f"({window()}); install one of these, or a newer graphcap"
+        f"({window()}); install one of these, or a newer graphcap (graphcap explain stays-off)"
     ]
 
 
