@@ -116,4 +116,6 @@ def test_engine_with_an_obstacle_captures_as_vllm_does(v0_facts: Facts):
     assert (
         "CUDA" in found["raised"] or "NVIDIA" in found["raised"]
     )  # vLLM's own capture was reached
-    assert found["warnings"] == ["graphcap leaves this engine to vLLM: prompt adapters"]
+    assert found["warnings"] == [
+        "graphcap leaves this engine to vLLM: prompt adapters (graphcap explain left-to-vllm)"
+    ]

@@ -240,7 +240,8 @@ def test_reason_is_one_warning(facts: Facts, name: str):
         {
             "level": "WARNING",
             "by": "graphcap.hosts.vllm.install",
-            "text": f"graphcap leaves this engine to vLLM: {'; '.join(WHY_NOT[name])}",
+            "text": f"graphcap leaves this engine to vLLM: {'; '.join(WHY_NOT[name])} "
+            "(graphcap explain left-to-vllm)",
         }
     ]
 
