@@ -141,7 +141,7 @@ def test_bad_setting_ends_the_start_and_says_what_is_accepted(
     found = facts[setting]
     assert found["raised"] == [
         "SettingsError",
-        f"{name}: expected {accepted}, found '{value}'; correct or unset it",
+        f"{name}: expected {accepted}, found '{value}'; correct or unset it (graphcap explain settings)",
     ]
     assert is_untouched(found)
 
