@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 from graphcap.errors import LadderError
+from graphcap.explain import warn
 from graphcap.plan_file import is_plan, read_plan
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,9 @@ class BucketLadder:
         if is_plan(text):
             planned = read_plan(text)
             if planned[-1] < max_batch:
-                logger.warning(
+                warn(
+                    logger,
+                    "ladder",
                     "%s ends at %d and the maximum batch is %d, which was added: batches of %d to %d "
                     "all run in bucket %d; plan again with --max-batch %d, or limit the batch to %d",
                     *(text.strip(), planned[-1], max_batch, planned[-1] + 1, max_batch),

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphcap.census import Census
-from graphcap.errors import CaptureError, GraphcapError
+from graphcap.errors import CaptureError, GraphcapError, anchor_in
+from graphcap.explain import warn
 from graphcap.inputs import NUM_ROWS, Inputs
 from graphcap.recorders.base import BoundStep, Recorder, Recording
 from graphcap.recorders.source import raising_line
@@ -134,7 +135,9 @@ class BucketCapture:
         for size, failure in self.failures.items():
             sizes.setdefault(failure.text.removeprefix(f"bucket {size}: "), []).append(size)
         for text, failed in sizes.items():
-            logger.warning(
+            warn(
+                logger,
+                anchor_in(text, "capture"),
                 "%d of %d buckets (%s) are not recorded and run eagerly: %s",
                 len(failed),
                 len(self.failures) + len(self.recordings),

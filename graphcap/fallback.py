@@ -10,7 +10,8 @@ from types import MappingProxyType
 import torch
 
 from graphcap.buckets import BucketLadder
-from graphcap.errors import FallbackError
+from graphcap.errors import FallbackError, anchor_in
+from graphcap.explain import warn
 from graphcap.inputs import NUM_ROWS, Inputs
 from graphcap.pool import BufferPool
 from graphcap.recorders.base import autocast_casts_not_kept
@@ -107,7 +108,13 @@ class Fallback:
         if self._strict:
             raise FallbackError(f"{text} and GRAPHCAP_STRICT=1 forbids eager steps; {cure}")
         if self.counts[reason] == 0:
-            logger.warning("%s and runs eagerly, from now on without a message; %s", text, cure)
+            warn(
+                logger,
+                anchor_in(cure, "fallback"),
+                "%s and runs eagerly, from now on without a message; %s",
+                text,
+                cure,
+            )
 
     def count(self, rows: int, reason: str) -> None:
         """A step of `rows` rows has run eagerly."""

@@ -19,6 +19,7 @@ from graphcap.buckets import BucketLadder
 from graphcap.capturing import BucketCapture, Failure
 from graphcap.checks import Fingerprint
 from graphcap.errors import LadderError, StateError
+from graphcap.explain import warn
 from graphcap.fallback import Fallback
 from graphcap.inputs import Inputs
 from graphcap.many import ManySteps
@@ -432,7 +433,13 @@ class CaptureLife:
             assert self._report is not None
             self._report.write(path, served)
         except OSError as error:  # a full disk must not cost the recordings
-            logger.warning("the capture report was not written to %s: %s", path, error)
+            warn(
+                logger,
+                "report-not-written",
+                "the capture report was not written to %s: %s",
+                path,
+                error,
+            )
 
 
 def _device_name(device: torch.device) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from graphcap.errors import BackendError, InputError, VerificationError
+from graphcap.explain import warn
 from graphcap.inputs import Inputs
 from graphcap.recorders.base import Loop, Recording
 from graphcap.ring import Ring, RingBuffer
@@ -82,7 +83,9 @@ class ManySteps:
                 verifier.check_loop(recording, loop, size)
             except (BackendError, VerificationError) as error:
                 self.why_not = str(error)
-                logger.warning("run_many() replays bucket %d step by step: %s", size, error)
+                warn(
+                    logger, "run-many", "run_many() replays bucket %d step by step: %s", size, error
+                )
                 loop.close()
                 continue
             self.loops[size] = loop

@@ -16,6 +16,7 @@ from types import MappingProxyType
 import torch
 
 from graphcap.errors import CaptureError, InputError
+from graphcap.explain import warn
 from graphcap.operations import BufferSpec, Operation, operation
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,9 @@ def write_operation(device: torch.device) -> Operation:
 
         _hold_against_torch(fused, device)
     except Exception as error:  # a compiler can fail in any way
-        logger.warning("the ring is written by torch's kernels, Triton's fails: %s", error)
+        warn(
+            logger, "run-many", "the ring is written by torch's kernels, Triton's fails: %s", error
+        )
         return write
     return fused
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from graphcap.errors import LadderError, SettingsError
+from graphcap.explain import warn
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Settings:
             if text is not None:
                 values.update(variable.parse(variable.name, text.strip()))
         for line in misspelt(source):
-            logger.warning("%s", line)
+            warn(logger, "unknown-variable", "%s", line)
         return cls(**values, origins=origins)
 
     def value_of(self, name: str) -> str:

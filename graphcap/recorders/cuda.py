@@ -12,6 +12,7 @@ import torch
 
 from graphcap.census import Call, Census
 from graphcap.errors import BackendError, CaptureError, StateError
+from graphcap.explain import warn
 from graphcap.operations import Operation
 from graphcap.recorders.base import (
     BoundStep,
@@ -73,7 +74,7 @@ class CaptureTrace(StepGuard):
         try:
             nodes = None if self._reader is None else self._reader.nodes(self._handle())
         except BackendError as error:  # an older driver: no reason to lose the recording
-            logger.warning("graph nodes are not counted: %s", error)
+            warn(logger, "graph-nodes", "graph nodes are not counted: %s", error)
             nodes = None
         return Census.of(self.calls, graph=nodes)
 
@@ -92,7 +93,7 @@ class CaptureTrace(StepGuard):
         try:
             return None if self._reader is None else self._reader.count(self._handle())
         except BackendError as error:
-            logger.warning("graph nodes are not counted: %s", error)
+            warn(logger, "graph-nodes", "graph nodes are not counted: %s", error)
             self._reader = None
             return None
 
@@ -184,7 +185,7 @@ class CudaRecorder(Recorder):
         try:
             self._reader: GraphReader | None = GraphReader()
         except BackendError as error:
-            logger.warning("graph nodes are not counted: %s", error)
+            warn(logger, "graph-nodes", "graph nodes are not counted: %s", error)
             self._reader = None
 
     def warm_up(self, step: BoundStep) -> Mapping[str, torch.Tensor]:

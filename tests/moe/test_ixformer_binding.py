@@ -226,7 +226,7 @@ def test_neither_generation_is_refused_by_name() -> None:
     assert "neither generation" in text
     for name in ("vllm_paged_attention", "residual_rms_norm", "fused_add_rms_norm"):
         assert name in text
-    assert text.endswith("use GRAPHCAP_KERNELS=triton or reference")
+    assert "; use GRAPHCAP_KERNELS=triton or reference (graphcap explain backend)" in text
 
 
 def test_an_import_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from graphcap.explain import warn
+
 logger = logging.getLogger(__name__)
 
 DIRECTORY_VARIABLE = "_GRAPHCAP_METRICS_DIR"  # internal: processes inherit it, users do not set it
@@ -56,7 +58,7 @@ def share_directory() -> Path | None:
     try:
         made = tempfile.mkdtemp(prefix="graphcap-metrics-")
     except OSError as error:
-        logger.warning("graphcap metrics are not shown: no temporary directory: %s", error)
+        warn(logger, "metrics", "graphcap metrics are not shown: no temporary directory: %s", error)
         return None
     os.environ[DIRECTORY_VARIABLE] = made
     _MADE.append((made, os.getpid()))
@@ -197,7 +199,9 @@ class SharedCounters:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning(
+            warn(
+                logger,
+                "metrics",
                 "graphcap metrics of engine %d rank %d are incomplete from now on: %s",
                 self.engine,
                 self.rank,

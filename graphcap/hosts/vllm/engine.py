@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from graphcap.buckets import BucketLadder
-from graphcap.errors import StaleRecordingError
+from graphcap.errors import StaleRecordingError, anchor_in
+from graphcap.explain import warn
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.experts import PooledExperts
 from graphcap.hosts.vllm.inputs import EngineInputs
@@ -133,7 +134,12 @@ class EngineCapture:
         """Drop every recording on this rank; from here on every step is vLLM's own."""
         self.failed = why
         _leave_graph_buffers_alone()
-        logger.warning("graphcap records nothing in this engine, steps run eagerly: %s", why)
+        warn(
+            logger,
+            anchor_in(why, "nothing-recorded"),
+            "graphcap records nothing in this engine, steps run eagerly: %s",
+            why,
+        )
         for manager in self.managers.values():
             for size in manager.ladder:
                 manager.drop(size, "rank_failed", why)
@@ -253,9 +259,11 @@ def _as_dispatched(choice: Choice, buckets: Iterable[tuple[str, int]]) -> Choice
 
 def warn_of_eager_mixed_batches() -> None:
     """The attention backend cannot record what was to be recorded whole, which only vLLM finds out."""
-    logger.warning(
+    warn(
+        logger,
+        "mixed-eager",
         "mixed prefill-decode batches run eagerly: the attention backend turned out to record "
-        "decode batches only; set compilation_config mode=3 to have vLLM compile them"
+        "decode batches only; set compilation_config mode=3 to have vLLM compile them",
     )
 
 

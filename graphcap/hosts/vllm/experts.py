@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphcap.errors import BackendError
+from graphcap.explain import warn
 from graphcap.moe.experts import RoutedExperts
 from graphcap.moe.kernels import ExpertKernels, choose_backend, expert_kernels
 from graphcap.moe.ranges import nvtx_ranges
@@ -62,7 +63,7 @@ class PooledExperts:
                 self.kernels, self.why = expert_kernels(backend), backend.why
             except BackendError as error:
                 self.why = str(error)
-                logger.warning("MoE layers stay on vLLM's kernels: %s", error)
+                warn(logger, "moe-layers", "MoE layers stay on vLLM's kernels: %s", error)
 
     def choices(self) -> tuple[KernelChoice, ...]:
         """Which kernel each operation of a layer runs on, where that is graphcap's choice."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from graphcap.explain import warn
 from graphcap.hosts.vllm import versions
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.config import (
@@ -78,7 +79,7 @@ def _listed(faults: Mapping[str, Sequence[str]]) -> str:
 
 def _warn_of(faults: Mapping[str, Sequence[str]], version: str) -> None:
     for text in (text for texts in faults.values() for text in texts):
-        logger.warning("graphcap: a hook is missing in vLLM %s: %s", version, text)
+        warn(logger, "missing-hook", "graphcap: a hook is missing in vLLM %s: %s", version, text)
 
 
 def _install_v1(version: str, settings: Settings, status: PluginStatus) -> None:
@@ -125,7 +126,7 @@ def _install_v1(version: str, settings: Settings, status: PluginStatus) -> None:
 
 def _refuse(status: PluginStatus, why: str) -> None:
     status.state, status.why = "refused", why
-    logger.warning("graphcap stays off: %s", why)
+    warn(logger, "stays-off", "graphcap stays off: %s", why)
 
 
 def _install_config(settings: Settings, device: str, status: PluginStatus) -> None:
@@ -150,8 +151,10 @@ def _install_config(settings: Settings, device: str, status: PluginStatus) -> No
             elif device == "cpu":
                 apply_after_on_cpu(self, choice)
         if fresh and choice is not None:
-            level = logging.INFO if choice.taken else logging.WARNING
-            logger.log(level, "%s", choice.text())
+            if choice.taken:
+                logger.info("%s", choice.text())
+            else:
+                warn(logger, "left-to-vllm", "%s", choice.text())
         return result
 
     wrap(VllmConfig, "__post_init__", around)

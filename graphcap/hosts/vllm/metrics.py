@@ -20,6 +20,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from graphcap.explain import warn
 from graphcap.hosts.vllm.counters import DIRECTORY_VARIABLE, WorkerCounts, read_workers
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ def _patch_get_prometheus_registry(module: Any) -> None:
             try:
                 _register(registry)
             except Exception as error:  # a metric must not cost the server
-                logger.warning("graphcap metrics are not shown: %s", error)
+                warn(logger, "metrics", "graphcap metrics are not shown: %s", error)
             return registry
 
         get_prometheus_registry._graphcap = original  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphcap.errors import BackendError
+from graphcap.explain import warn
 from graphcap.recorders.base import Recorder
 from graphcap.recorders.select import select_recorder
 
@@ -83,7 +84,9 @@ def common_recorder(wanted: str, device: torch.device) -> Recorder:
     if found < mine:
         tape = TapeRecorder(device)
         tape.why = "the tape was chosen: another tensor-parallel rank cannot capture graphs"
-        logger.warning(
+        warn(
+            logger,
+            "no-graph-capture",
             "%s cannot capture graphs (%s); the tape is used on all of them",
             "another tensor-parallel rank",
             "its log says why",

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from graphcap.explain import warn
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.counters import SharedCounters
 from graphcap.hosts.vllm.experts import PooledExperts
@@ -139,7 +140,13 @@ class Reporter:
         try:
             write_json(path, plain)
         except OSError as error:  # a full disk must not cost the recordings
-            logger.warning("the capture report was not written to %s: %s", path, error)
+            warn(
+                logger,
+                "report-not-written",
+                "the capture report was not written to %s: %s",
+                path,
+                error,
+            )
 
 
 def breaks(report: CaptureReport) -> int:

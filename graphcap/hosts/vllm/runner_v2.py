@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from graphcap.errors import BackendError
+from graphcap.explain import warn
 from graphcap.hosts.vllm import ahead
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.engine import (
@@ -237,7 +238,7 @@ def _capture(original: Any, self: Any, create_forward_fn: Any, *args: Any, **kwa
     try:
         engine = _new_engine(self, held, full)
     except BackendError as error:
-        logger.warning("graphcap leaves this engine to vLLM: %s", error)
+        warn(logger, "left-to-vllm", "graphcap leaves this engine to vLLM: %s", error)
         return original(self, create_forward_fn, *args, **kwargs)
     with _graphs_of(self, full=False):
         result = original(self, create_forward_fn, *args, **kwargs)

@@ -12,6 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from graphcap.explain import warn
 from graphcap.hosts.vllm.counters import WorkerCounts, made_here, read_workers
 from graphcap.report import served_json, write_json
 
@@ -51,7 +52,13 @@ def write_served(directory: Path, path: Path) -> None:
             plain: dict[str, Any] = json.loads(report.read_text())
             write_json(report, {**plain, "served": served_of(worker)})
         except (OSError, ValueError, TypeError) as error:
-            logger.warning("what was served was not written to %s: %s", report, error)
+            warn(
+                logger,
+                "report-not-written",
+                "what was served was not written to %s: %s",
+                report,
+                error,
+            )
 
 
 def served_of(worker: WorkerCounts) -> dict[str, Any]:

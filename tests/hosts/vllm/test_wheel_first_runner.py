@@ -247,7 +247,8 @@ def test_model_that_is_wrapped_in_something_else_is_left_to_vllm(facts: Facts):
     found = facts["wrapped by others"]
     assert found["types"] == ["Inner", "Toy"]
     assert found["warnings"] == [
-        "graphcap leaves this engine to vLLM: its model is wrapped in Inner, expected CUDAGraphWrapper"
+        "graphcap leaves this engine to vLLM: its model is wrapped in Inner, expected CUDAGraphWrapper "
+        "(graphcap explain left-to-vllm)"
     ]
 
 

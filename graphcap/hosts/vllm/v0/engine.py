@@ -18,7 +18,8 @@ from vllm.distributed.parallel_state import get_tp_group, graph_capture
 from vllm.forward_context import set_forward_context
 
 from graphcap.buckets import BucketLadder
-from graphcap.errors import BackendError, InputError, StaleRecordingError
+from graphcap.errors import BackendError, InputError, StaleRecordingError, anchor_in
+from graphcap.explain import warn
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.engine import DECODE, HIDDEN
 from graphcap.hosts.vllm.ranks import agreed, common_recorder, no_vote_on_error
@@ -158,7 +159,12 @@ class DecodeEngine:
             # At the end of its capture context vLLM pairs the ranks' graph buffers by index, and after
             # a failure on one rank their numbers differ.
             custom.register_graph_buffers = lambda: None
-        logger.warning("graphcap records nothing in this engine, steps run eagerly: %s", why)
+        warn(
+            logger,
+            anchor_in(why, "nothing-recorded"),
+            "graphcap records nothing in this engine, steps run eagerly: %s",
+            why,
+        )
         for size in self.manager.ladder:
             self.manager.drop(size, "rank_failed", why)
 
