@@ -22,16 +22,6 @@ from graphcap.moe.slow_shapes import (
     vllm_findings,
 )
 
-_EXPERTS = {
-    "qwen3.6-35b-a3b": {
-        "num_experts": 256,
-        "top_k": 8,
-        "hidden_size": 2048,
-        "moe_intermediate_size": 512,
-    }
-}
-"""Experts of models that are no presets, since graphcap's own decode step does not compute the rest."""
-
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_argument_group(
@@ -43,7 +33,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--shape",
         type=not_empty,
         metavar="NAME",
-        help=f"one of {', '.join((*SHAPES, *_EXPERTS))}, a checkpoint folder, or a config.json of any "
+        help=f"one of {', '.join(SHAPES)}, a checkpoint folder, or a config.json of any "
         "mixture-of-experts model",
     )
     asked.add_argument("--backend", choices=BACKENDS, help="only this one")
@@ -118,8 +108,6 @@ def expert_shape(name: str, tp: int) -> ExpertShape:
     from graphcap.decode.safetensors_files import read_json
     from graphcap.decode.shapes import PRESETS
 
-    if name in _EXPERTS:
-        return ExpertShape(name, **_EXPERTS[name], tp=tp)
     if name in PRESETS:
         preset = PRESETS[name]
         fields = {
@@ -130,7 +118,7 @@ def expert_shape(name: str, tp: int) -> ExpertShape:
     path = Path(name).expanduser()
     if not path.exists():
         raise CheckpointError(
-            f"--shape: expected a preset ({', '.join((*PRESETS, *_EXPERTS))}), a checkpoint folder or a "
+            f"--shape: expected a preset ({', '.join(PRESETS)}), a checkpoint folder or a "
             f"config.json, found {name!r}, which is none of them"
         )
     file = path / "config.json" if path.is_dir() else path

@@ -44,5 +44,6 @@ color:var(--muted);font-size:.875rem}
 .chart svg *{stroke-linejoin:round;stroke-linecap:butt}
 .narrow{display:none}
 summary{cursor:pointer;color:var(--muted);font-size:.875rem;padding:.4em 0}
-@media (max-width:600px){th,td{padding-right:8px}.wide{display:none}.narrow{display:block}body{padding:12px}}
+@media (max-width:600px){table{font-size:.78rem}th,td{padding-right:6px}.n+.n{min-width:0}}
+@media (max-width:600px){.wide{display:none}.narrow{display:block}body{padding:12px}}
 """

@@ -49,7 +49,9 @@ def plugged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with decode, mixed, pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.99.0"))
         engine = SimpleNamespace(
-            pool=decode.pool, failed=None, experts=SimpleNamespace(layers=Counter({"pooled": 2}))
+            pool=decode.pool,
+            failed=None,
+            experts=SimpleNamespace(layers=Counter({"pooled": 2}), choices=lambda: ()),
         )
         reporter = Reporter(choice, Settings(report=path), ranks)
         reporter.fell_back("cascade_attention", 3)

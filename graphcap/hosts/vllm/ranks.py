@@ -24,12 +24,12 @@ def alone() -> bool:
 
 
 def _group() -> Any:
-    """vLLM's group of the ranks; None where it has made none."""
-    from vllm.distributed.parallel_state import get_tp_group
-
+    """vLLM's group of the ranks; None where it has made none, or there is no vLLM."""
     try:
+        from vllm.distributed.parallel_state import get_tp_group
+
         return get_tp_group()
-    except AssertionError:
+    except (AssertionError, ModuleNotFoundError):
         return None
 
 

@@ -124,16 +124,20 @@ def test_operators_of_a_host_stand_beside_the_analysis(plugged: Report):
 
 def test_buckets(decoded: Report):
     (table,) = read(decoded).tables["Buckets"]
-    assert table[0] == ["bucket", "nodes", "MiB", "capture ms", "replays", "padding rows"]
+    assert table[0] == [
+        *("bucket", "nodes", "MiB", "capture ms"),
+        *("replay ms", "replays", "padding rows"),
+    ]
     for row, bucket in zip(table[1:], decoded["buckets"], strict=False):
         assert row[0] == str(bucket["size"])
         assert row[1] == str(bucket["nodes"])
         assert row[3] == f"{bucket['capture_ms']:.1f}"
-        assert row[4] == str(bucket["replays"])
-        assert row[5].split()[0] == str(bucket["padding_rows"])
+        assert float(row[4]) == pytest.approx(bucket["replay_ms"], abs=0.006)
+        assert row[5] == str(bucket["replays"])
+        assert row[6].split()[0] == str(bucket["padding_rows"])
     four = next(row for row in table if row[0] == "4")
-    assert four[5].endswith("25%")  # three sequences in a bucket of four
-    assert table[-1][4] == str(sum(bucket["replays"] for bucket in decoded["buckets"]))
+    assert four[6].endswith("25%")  # three sequences in a bucket of four
+    assert table[-1][5] == str(sum(bucket["replays"] for bucket in decoded["buckets"]))
 
 
 def test_the_pool_and_its_buffers(captured: Report):
@@ -211,7 +215,7 @@ def test_what_was_served_until_the_end(request: pytest.FixtureRequest, kind: str
     table = found.tables["Buckets"][0]
     assert table[0][4:] == ["replay ms", "replays", "padding rows"]
     assert table[3][4:] == ["3.88", "1,000", "1,000 25%"]
-    assert table[1][4:] == ["-", "0", "0"]
+    assert table[1][5:] == ["0", "0"]
     assert found.tables["Fallbacks"][0][1][0::2] == ["above_max_batch", "12"]
     assert len(found.tables["Fallbacks"][0]) == 2
 
@@ -228,7 +232,7 @@ def test_a_decode_report_of_before_pages_were_drawn(decoded: Report):
     for name in ("census", "pool_layout", "timeline", "versions", "capture_seconds"):
         del old[name]
     for bucket in old["buckets"]:
-        del bucket["padding_rows"], bucket["largest_difference"]
+        del bucket["padding_rows"], bucket["largest_difference"], bucket["replay_ms"]
     found = read(old)
     for section in ("Launches by operation", "Pool", "Timeline of one step"):
         assert "Not in this report" in found.text[section]
