@@ -32,6 +32,7 @@ def write(path: Path, contents: Any) -> Path:
         "batch,count\n1,90\n4,10\n",
         "# from Tuesday\n\n Batch , Count \n4,4\n1, 90\n4,6",
         "1,90\r\n4,10\r\n",
+        "\ufeffbatch,count\r\n1,90\r\n4,10\r\n",  # as spreadsheets write it
         {"1": 90, "4": 10},
         {"batches": {"1": 90, "4": 10}},
         [[1, 90], [4, 10]],
