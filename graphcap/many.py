@@ -77,12 +77,12 @@ class ManySteps:
             try:
                 loop = recording.repeated(self.buffer.left, self.buffer.live[:size])
             except BackendError as error:
-                self.why_not = str(error)
+                self.why_not = str(error.args[0])
                 continue
             try:
                 verifier.check_loop(recording, loop, size)
             except (BackendError, VerificationError) as error:
-                self.why_not = str(error)
+                self.why_not = str(error.args[0])
                 warn(
                     logger, "run-many", "run_many() replays bucket %d step by step: %s", size, error
                 )

@@ -129,7 +129,10 @@ def test_messages_go_where_vllms_go_unless_the_user_has_a_handler(facts: Facts):
 @pytest.mark.parametrize(
     ("setting", "accepted"),
     [
-        ("GRAPHCAP_BUCKETS=banana", "auto, or positive integers such as 1,2,4,8,64"),
+        (
+            "GRAPHCAP_BUCKETS=banana",
+            "auto, or positive integers such as 1,2,4,8,64, or plan:FILE",
+        ),
         ("GRAPHCAP_RECORDER=vinyl", "one of auto, cuda, tape"),
         ("GRAPHCAP=yes", "0 or 1"),
     ],
