@@ -1,7 +1,7 @@
 """Kernels that a start is sure to need, compiled beside the loading of the weights and the profile run.
 
 With cold caches a start is mostly Triton's compiler, on one core: on an H200 machine 9 to 13 s for vLLM's
-kernel of top-k and top-p, and as long again for the experts at all sizes that are recorded. Triton
+kernel of top-k and top-p, and about 8 s for the experts at all sizes that are recorded. Triton
 gives up Python's lock in its passes, so threads do it meanwhile. They launch the kernels themselves, on
 small tensors of their own, since only a launch says for certain what is compiled.
 
@@ -31,8 +31,8 @@ from graphcap.pool import BufferPool
 logger = logging.getLogger(__name__)
 
 MADE_UP = 512
-"""The most tokens of a batch that is made up here: its intermediates take 40 MiB in a model of hidden
-size 2048. vLLM's kernels for more are those of its profile run."""
+"""The most tokens of a batch that is made up here: its three caches take 28 MiB with hidden size 2048,
+expert intermediate 512 and top-8 in bfloat16. vLLM's kernels for more are those of its profile run."""
 
 Work = Callable[[], object]
 

@@ -24,12 +24,12 @@ def alone() -> bool:
 
 
 def _group() -> Any:
-    """vLLM's group of the ranks; None where it has made none, or there is no vLLM."""
-    try:
-        from vllm.distributed.parallel_state import get_tp_group
+    """vLLM's group of the ranks; None where it has made none."""
+    from vllm.distributed.parallel_state import get_tp_group
 
+    try:
         return get_tp_group()
-    except (AssertionError, ModuleNotFoundError):
+    except AssertionError:
         return None
 
 
