@@ -28,6 +28,15 @@ MODES: dict[str, dict[str, Any]] = {
     "decode-only": {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0}},
     "full": {"compilation_config": {"cudagraph_mode": "FULL", "mode": 0}},
     "graphcap": {},
+    "tape": {"enforce_eager": True},
+    "tape-vllm": {"enforce_eager": True},
+}
+"""What each mode asks of vLLM. ``tape-vllm``: the experts' kernels are vLLM's, so tokens must be eager's."""
+TAPE = {"GRAPHCAP": "1", "GRAPHCAP_RECORDER": "tape"}
+VARIABLES: dict[str, dict[str, str]] = {
+    "graphcap": {"GRAPHCAP": "1"},
+    "tape": TAPE,
+    "tape-vllm": {**TAPE, "GRAPHCAP_KERNELS": "vllm"},
 }
 VOCABULARY = 151_936
 
@@ -120,7 +129,8 @@ def main() -> None:
     # In process, so that its log lines and, with one card, its host calls are seen.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # draw_weights travels to the workers
-    os.environ["GRAPHCAP"] = "1" if args.mode == "graphcap" else "0"
+    os.environ["GRAPHCAP"] = "0"
+    os.environ.update(VARIABLES.get(args.mode, {}))
     import torch
     from vllm import LLM
 
@@ -157,6 +167,7 @@ def main() -> None:
     for batch in map(int, args.batches.split(",")):
         result["batches"][batch] = decode(llm, batch, args.tokens, args.pairs)
         print(args.mode, "batch", batch, result["batches"][batch], flush=True)
+    result["tokens"], result["gaps"] = greedy(llm, 64)
     if args.mixed:
         result["mixed"] = mixed_load(llm, args.requests, args.rate)
         print(args.mode, "mixed", result["mixed"], flush=True)
@@ -191,6 +202,21 @@ def decode(llm: Any, batch: int, tokens: int, pairs: int) -> dict[str, float]:
     each = [(seconds(4 + tokens) - seconds(4)) / tokens * 1e3 for _ in range(pairs)]
     ms = median(each)
     return {"ms": ms, "tokens_per_s": batch / ms * 1e3, "low_ms": min(each), "high_ms": max(each)}
+
+
+def greedy(llm: Any, tokens: int) -> tuple[list[int], list[float]]:
+    """Tokens of one request, and how far the two likeliest were apart at each (log-probabilities)."""
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(
+        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=2
+    )
+    (output,) = llm.generate([prompt(77, 32)], wanted, use_tqdm=False)
+    best = [
+        sorted((entry.logprob for entry in step.values()), reverse=True)
+        for step in output.outputs[0].logprobs
+    ]
+    return list(output.outputs[0].token_ids), [top[0] - top[1] for top in best]
 
 
 def mixed_load(llm: Any, requests: int, rate: float) -> dict[str, float]:

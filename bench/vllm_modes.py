@@ -56,6 +56,7 @@ def main() -> None:
         if options.out is not None:  # after each mode: a run that is cut short keeps what it has
             options.out.write_text(json.dumps(document, indent=1) + "\n")
     print_table(document)
+    print_tokens(document)
 
 
 def _run(command: list[str], mode: str, out: Path | None) -> dict[str, Any] | None:
@@ -101,6 +102,23 @@ def _vllm_version() -> str:
     match = re.search(r"^__version__ = version = '([^']+)'", text, re.M)
     assert match is not None
     return match[1]
+
+
+def print_tokens(document: dict[str, Any]) -> None:
+    """How many greedy tokens of each mode are those of eager vLLM, and the gap where they part."""
+    by_mode = {run["mode"]: run for run in document["modes"]}
+    eager = by_mode.get("eager")
+    for mode, run in by_mode.items():
+        if eager is None or run is eager:
+            continue
+        pairs = zip(eager["tokens"], run["tokens"], strict=True)
+        parted = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+        if parted is None:
+            print(f"{mode}: all {len(run['tokens'])} tokens are eager's")
+        else:
+            print(
+                f"{mode}: parts at token {parted}, where eager's gap is {eager['gaps'][parted]:.4f}"
+            )
 
 
 def print_table(document: dict[str, Any]) -> None:

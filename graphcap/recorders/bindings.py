@@ -19,12 +19,33 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BUILTIN = (types.BuiltinFunctionType, types.BuiltinMethodType)
 _MISSING = object()
 _PYTHON: dict[Any, Callable[..., object]] = {}
+_OPENED: dict[Any, tuple[Callable[..., Any], Callable[..., bool]]] = {}
 
 
 def implemented_by(overload: Any, function: Callable[..., object]) -> None:
     """Tell that `overload` has one kernel and that it is `function`, in Python: a tape calls it without
     the way through the dispatcher and back."""
     _PYTHON[overload] = function
+
+
+def opened_as(
+    overload: Any, function: Callable[..., Any], when: Callable[..., bool] = lambda *args: True
+) -> None:
+    """Tell that `overload` is implemented by `function`, in Python, and that all that it starts on a GPU
+    goes through torch's dispatcher, through Triton or through graphcap's kernel layer: a tape records that
+    in place of the operation. What `function` reads on the host is as it was when it was recorded, as in a
+    CUDA graph.
+
+    Args:
+        when: asked with the positional arguments of a call, whether it holds for that one.
+    """
+    _OPENED[overload] = (function, when)
+
+
+def opened(overload: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """The function to look into for this call; None: the operation is called whole."""
+    function, when = _OPENED.get(overload, (None, None))
+    return function if when is not None and when(*args) else None
 
 
 def repeatable(

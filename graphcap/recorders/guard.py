@@ -9,8 +9,8 @@ are watched: torch's dispatcher, graphcap's kernel layer, and Triton launches be
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -76,6 +76,10 @@ class StepGuard(TorchDispatchMode):
         """One call through the kernel layer. Runs it."""
         operation.function(*args, **kwargs)
 
+    def looks_inside(self, func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+        """What runs, watched, in place of an operation; None: it is seen as a whole."""
+        return None
+
     # -- the three ways --------------------------------------------------------------------------
 
     @contextmanager
@@ -84,7 +88,7 @@ class StepGuard(TorchDispatchMode):
             stack.enter_context(observed_by(self))
             stack.enter_context(HostReadGuard(self))
             if self.replays_live:
-                stack.enter_context(triton_launches_seen_by(self._triton_launch))
+                stack.enter_context(self._triton_launches())
             stack.enter_context(self)
             try:
                 yield
@@ -103,6 +107,10 @@ class StepGuard(TorchDispatchMode):
             return func(*args, **keywords)
         if func is torch.ops.aten.detach_.default:  # torch.tensor() calls it on its new tensor
             return func(*args, **keywords)
+        inside = self.looks_inside(func, args)
+        if inside is not None:
+            with HostReadGuard(self), self:
+                return inside(*args, **keywords)
         if torch.is_inference_mode_enabled() and _can_decompose(func):
             # Composite operations arrive whole in inference mode; see what they are made of.
             with self:
@@ -127,6 +135,10 @@ class StepGuard(TorchDispatchMode):
             self.called(operation, args, kwargs)
         finally:
             self._depth -= 1
+
+    def _triton_launches(self) -> AbstractContextManager[None]:
+        """How launches of Triton kernels that no operation contains are seen."""
+        return triton_launches_seen_by(self._triton_launch)
 
     def _triton_launch(self, kernel: str) -> None:
         if not self._depth and threading.get_ident() == self._thread:

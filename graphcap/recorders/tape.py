@@ -4,12 +4,18 @@ While a step is recorded it runs for real; every dispatcher operation and every 
 kernel layer becomes an entry that writes where the recorded run wrote. Operations that return new
 storage are replayed through their out-variant; where there is none, they run again and their result
 is copied to the recorded address, which is counted as an allocation. Views cost nothing at replay.
+
+On a GPU the entries are what reaches the device: a Triton kernel is recorded compiled, with its grid and
+its arguments, whoever launched it, and so are those inside an operation of graphcap's own Triton kernels.
+An operation that is implemented in Python is called whole at each replay, unless its host has told that
+all it launches is seen from here (`opened_as`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,10 +27,16 @@ from graphcap.census import Call, Census
 from graphcap.errors import CaptureError, StateError
 from graphcap.operations import Operation, current_observer
 from graphcap.recorders.base import BoundStep, Recorder, Recording, autocast_casts_not_kept
-from graphcap.recorders.bindings import repeatable
+from graphcap.recorders.bindings import opened, repeatable
 from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.out_variants import out_call, run_and_copy
 from graphcap.recorders.source import calling_line
+from graphcap.recorders.triton_launches import (
+    TritonLaunch,
+    current_stream,
+    launches_can_be_seen,
+    triton_launches_given_to,
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,8 @@ class TapeTrace(StepGuard):
         self.pinned: dict[int, Any] = {}
         """Storages that the step reads or writes and that were there before it."""
         self._owned: set[int] = set()
+        self._records_launches = replays_live and launches_can_be_seen(device)
+        self._opened: Operation | None = None
 
     def _pin(self, inputs: Mapping[int, Any]) -> None:
         for key, storage in inputs.items():
@@ -62,7 +76,13 @@ class TapeTrace(StepGuard):
 
     def called(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._pin({storage_key(t): t.untyped_storage() for t in tensors_in((args, kwargs))})
-        if self.device.type != "meta":
+        if self._records_launches and operation.implementation.startswith("triton"):
+            before = len(self.entries)
+            with self._looking_inside(operation):
+                operation.function(*args, **kwargs)
+            if len(self.entries) > before:
+                return
+        elif self.device.type != "meta":
             operation.function(*args, **kwargs)
         self.entries.append(
             Entry(
@@ -115,6 +135,35 @@ class TapeTrace(StepGuard):
             self._append(func, call, allocates=allocates)
         return result
 
+    def looks_inside(self, func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+        return opened(func, args) if self._records_launches else None
+
+    @contextmanager
+    def _looking_inside(self, operation: Operation) -> Iterator[None]:
+        depth, opened = self._depth, self._opened
+        self._depth, self._opened = 0, operation
+        try:
+            yield
+        finally:
+            self._depth, self._opened = depth, opened
+
+    def _triton_launches(self) -> AbstractContextManager[None]:
+        if not self._records_launches:
+            return super()._triton_launches()
+        return triton_launches_given_to(self._launched)
+
+    def _launched(
+        self, kernel: Any, launcher: Callable[..., object], given: tuple[Any, ...]
+    ) -> None:
+        launcher(*given)
+        if self.is_inside:
+            return
+        launch = TritonLaunch(kernel, launcher, given)
+        self._pin({storage_key(t): t.untyped_storage() for t in launch.tensors})
+        opened = self._opened
+        row = launch.kernel if opened is None else opened.name
+        self.entries.append(Entry(launch, Call(row, f"triton: {launch.kernel}")))
+
     def _append(self, func: Any, call: Callable[[], object], *, allocates: bool) -> None:
         self.entries.append(Entry(call, Call(dispatch_row(func), "torch", allocates)))
 
@@ -125,14 +174,17 @@ class TapeRecording(Recording):
         self.nbytes = trace.own_bytes
         self.pinned = tuple(trace.pinned.values())
         self._mode = torch.inference_mode if trace.inference else torch.no_grad
-        self._calls: tuple[Callable[[], object], ...] | None = tuple(e.call for e in trace.entries)
+        self._entries: tuple[Callable[[], object], ...] | None = tuple(
+            e.call for e in trace.entries
+        )
+        self._calls: tuple[Callable[[], object], ...] = ()
+        self._launches = any(isinstance(e.call, TritonLaunch) for e in trace.entries)
+        self._stream: int | None = None
         self._names = tuple(e.counted.operation for e in trace.entries)
         self._census = Census.of(entry.counted for entry in trace.entries)
 
     def replay(self) -> None:
-        calls = self._calls
-        if calls is None:
-            raise self._closed()
+        calls = self._current()
         with self._mode():
             for call in calls:
                 call()
@@ -140,25 +192,32 @@ class TapeRecording(Recording):
     def timed_replay(self) -> list[tuple[str, float, float]]:
         """As `replay`, on the clock of the host: (operation, start, end) of each entry, in seconds of
         ``time.perf_counter``. On a device that is when the host started it."""
-        if self._calls is None:
-            raise self._closed()
+        calls = self._current()
         clock, times = time.perf_counter, []
         with self._mode():
-            for name, call in zip(self._names, self._calls, strict=True):
+            for name, call in zip(self._names, calls, strict=True):
                 started = clock()
                 call()
                 times.append((name, started, clock()))
         return times
 
-    @staticmethod
-    def _closed() -> StateError:
-        return StateError("this recording is closed and cannot be replayed; capture again")
+    def _current(self) -> tuple[Callable[[], object], ...]:
+        """The entries as calls; those of Triton kernels on the current stream, as torch's are by nature."""
+        if self._entries is None:
+            raise StateError("this recording is closed and cannot be replayed; capture again")
+        stream = current_stream() if self._launches else 0
+        if stream != self._stream:
+            self._calls = tuple(
+                e.on(stream) if isinstance(e, TritonLaunch) else e for e in self._entries
+            )
+            self._stream = stream
+        return self._calls
 
     def census(self) -> Census:
         return self._census
 
     def close(self) -> None:
-        self._calls = None
+        self._entries, self._calls = None, ()
         self.outputs = {}
         self.pinned = ()
 

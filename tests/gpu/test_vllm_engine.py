@@ -78,6 +78,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 VLLMS = {"GRAPHCAP_KERNELS": "vllm"}
+TAPE = {"GRAPHCAP": "1", "GRAPHCAP_RECORDER": "tape"}
 RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "moe reference": ("moe", ("--eager",), {}),
     "moe v1": ("moe", (), {"GRAPHCAP": "1"}),
@@ -91,6 +92,11 @@ RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "sampled v1, vLLM's kernels": ("moe", ("--sampled",), {"GRAPHCAP": "1", **VLLMS}),
     "sampled2 reference": ("moe", ("--eager", "--sampled"), V2),
     "sampled2 v2, vLLM's kernels": ("moe", ("--sampled",), {"GRAPHCAP": "1", **V2, **VLLMS}),
+    "moe v1 tape": ("moe", ("--eager",), TAPE),
+    "moe v1 tape, vLLM's kernels": ("moe", ("--eager",), {**TAPE, **VLLMS}),
+    "moe v2 tape, vLLM's kernels": ("moe", ("--eager",), {**TAPE, **V2, **VLLMS}),
+    "dense v1 tape": ("dense", ("--eager",), TAPE),
+    "hybrid v1 tape": ("hybrid", ("--eager",), TAPE),
     "hybrid reference": ("hybrid", (), {}),
     "hybrid v1, vLLM's kernels": ("hybrid", (), {"GRAPHCAP": "1", **VLLMS}),
     "hybrid v1": ("hybrid", (), {"GRAPHCAP": "1"}),
@@ -129,7 +135,7 @@ def reference_of(name: str) -> str:
 
 
 SAME_KERNELS = [n for n in RUNS if "vLLM's kernels" in n or n.startswith("dense v")]
-OTHER_KERNELS = ["moe v1", "moe v2", "hybrid v1"]
+OTHER_KERNELS = ["moe v1", "moe v2", "moe v1 tape", "hybrid v1", "hybrid v1 tape"]
 
 
 @pytest.mark.parametrize("name", SAME_KERNELS)
@@ -166,7 +172,7 @@ def test_every_decode_batch_was_served_by_a_bucket(results: dict[str, Any], name
     assert all(count > 0 for count in found["decode"]["buckets"].values())
 
 
-@pytest.mark.parametrize("name", ["moe v1", "moe v2", "hybrid v1"])
+@pytest.mark.parametrize("name", OTHER_KERNELS)
 def test_moe_layers_run_on_the_pool(results: dict[str, Any], name: str) -> None:
     found = of(results, name)["graphcap"]
     assert sum(found["layers"].values()) == 4

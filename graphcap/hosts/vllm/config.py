@@ -13,7 +13,7 @@ from typing import Any
 from graphcap.buckets import BucketLadder
 from graphcap.hosts.vllm import norms_cpu
 from graphcap.hosts.vllm.choice import KEY, Choice
-from graphcap.hosts.vllm.obstacles import obstacles
+from graphcap.hosts.vllm.obstacles import ENFORCE_EAGER, obstacles
 from graphcap.settings import Settings
 
 MIXED_SIZES = (
@@ -27,6 +27,8 @@ a half costs little; below, steps of at most a half."""
 CPU_MIXED_SIZES = (8, 16, 24, 32, 48, 64, 96, 128)
 """The same on a CPU, where padding costs what it weighs. Above, a batch is mostly arithmetic and runs
 eagerly."""
+
+TURNED_OFF = "enforce_eager=False (which would turn off the padding of batches as well)"
 
 _MIXED_FULL = frozenset({"TRITON_ATTN"})
 _MIXED_FULL_ON_HOPPER = frozenset({"FLASH_ATTN", ""})
@@ -42,6 +44,9 @@ def decide(config: Any, settings: Settings, *, device: str, hopper: bool) -> Cho
         hopper: the device is of compute capability 9.
     """
     why_not = obstacles(config)
+    eager = ENFORCE_EAGER in why_not and settings.recorder == "tape"
+    if eager:  # whoever asks for the tape wants no graphs, and replays all the same
+        why_not.remove(ENFORCE_EAGER)
     if device not in ("cuda", "cpu"):
         why_not.append(f"the platform {device or 'that vLLM found (none)'}")
     if device == "cpu" and settings.recorder == "cuda":
@@ -85,7 +90,7 @@ def decide(config: Any, settings: Settings, *, device: str, hopper: bool) -> Cho
         return Choice(False, tuple(why_not), left_alone=left, kernels=settings.kernels)
 
     if device == "cpu":
-        chosen: tuple[str, ...] = ()
+        chosen: tuple[str, ...] = (TURNED_OFF,) if eager else ()
         if compilation.mode is None:
             chosen += ("no torch.compile (mode=0)",)
         chosen += (norms_cpu.CHOSEN,) if norms_cpu.undecided(config) else ()
@@ -95,7 +100,7 @@ def decide(config: Any, settings: Settings, *, device: str, hopper: bool) -> Cho
             *(True, (), mixed, decode, tokens, chosen, left, recorder), kernels=settings.kernels
         )
 
-    picked = []
+    picked = [TURNED_OFF] if eager else []
     if (mixed == "full" or recorder == "tape") and compilation.mode is None:
         picked.append("no torch.compile (mode=0)")
     if mixed == "full" and mode is None:
@@ -148,6 +153,8 @@ def apply_before(config: Any, choice: Choice) -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = config.compilation_config
+    if TURNED_OFF in choice.chosen:
+        config.model_config.enforce_eager = False
     uncompiled = choice.mixed == "full" or choice.recorder == "tape"
     if uncompiled and compilation.mode is None:
         compilation.mode = CompilationMode.NONE

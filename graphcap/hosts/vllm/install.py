@@ -110,6 +110,10 @@ def _install_v1(version: str, settings: Settings, status: PluginStatus) -> None:
 
         runner_v2.install()
         status.parts["v2"] = "installed"
+    if device == "cuda":
+        from graphcap.hosts.vllm import opened
+
+        opened.install()
     if "experts" not in faults:
         from graphcap.hosts.vllm import experts
 
@@ -169,8 +173,10 @@ def _setter_back(config: Any) -> Callable[[], None]:
         if part is not None
     ]
     values = [copy.deepcopy(vars(part)) for part in parts]
+    eager = config.model_config.enforce_eager
 
     def set_back() -> None:
+        config.model_config.enforce_eager = eager
         for part, value in zip(parts, values, strict=True):
             vars(part).clear()
             vars(part).update(value)

@@ -24,6 +24,11 @@ def _of_parallel(name: str, least: int = 1) -> Callable[[Any], Any]:
     return lambda config: (getattr(config.parallel_config, name, 0) or 0) >= least
 
 
+ENFORCE_EAGER = (
+    "--enforce-eager (no graphs were asked for; GRAPHCAP_RECORDER=tape replays decode without)"
+)
+"""Stands in the way of nothing where the tape was asked for."""
+
 OBSTACLES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     ("an engine without a model", lambda config: config.model_config is None),
     ("speculative decoding", lambda config: config.speculative_config is not None),
@@ -49,7 +54,7 @@ OBSTACLES: tuple[tuple[str, Callable[[Any], Any]], ...] = (
         "a pooling model",
         _of_model(lambda m: getattr(m, "runner_type", "generate") != "generate"),
     ),
-    ("--enforce-eager (no graphs were asked for)", _of_model(lambda m: m.enforce_eager)),
+    (ENFORCE_EAGER, _of_model(lambda m: m.enforce_eager)),
 )
 """Features for which graphcap leaves an engine to vLLM: the name, and whether a `VllmConfig` has it."""
 

@@ -100,8 +100,12 @@ class Reporter:
                 f"{kind}: {len(sizes)} buckets of {sizes[0]} to {sizes[-1]} {what}, up to {nodes} "
                 f"nodes, {report.graph_bytes / 2**20:.1f} MiB, {each:.0f} ms each"
             )
-            if kind == "decode" and breaks(report):
-                lines.append(f"breaks: {breaks(report)} operations of a step run live")
+            live = breaks(report) if kind == "decode" else {}
+            if live:
+                named = ", ".join(f"{name} {count}" for name, count in live.items())
+                lines.append(
+                    f"breaks: {sum(live.values())} operations of a step run live ({named})"
+                )
             for size, why in report.failures.items():
                 lines.append(f"{kind} bucket {size} is not recorded: {why}")
         lines.append(f"pool: {engine.pool.nbytes / 2**20:.2f} MiB for all layers and buckets")
@@ -128,7 +132,7 @@ class Reporter:
             "rank": self.rank,
             "choice": self._choice.to_plain(),
             "managers": {kind: report.to_json() for kind, report in reports.items()},
-            "breaks": breaks(reports["decode"]),
+            "breaks": sum(breaks(reports["decode"]).values()),
             "moe_layers": dict(engine.experts.layers),
             "kernels": [asdict(choice) for choice in engine.experts.choices()],
             "pool_bytes": engine.pool.nbytes,
@@ -149,9 +153,9 @@ class Reporter:
             )
 
 
-def breaks(report: CaptureReport) -> int:
-    """Operations of one step that a tape calls live; 0 in a CUDA graph, which has none."""
+def breaks(report: CaptureReport) -> dict[str, int]:
+    """Operations of one step that a tape calls live, counted by name; a CUDA graph has none."""
     if report.recorder != "tape" or report.census is None:
-        return 0
+        return {}
     rows = report.census.rows
-    return sum(row.count for row in rows if row.operation.startswith(_BREAKS))
+    return {row.operation: row.count for row in rows if row.operation.startswith(_BREAKS)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from graphcap.hosts.vllm.obstacles import OBSTACLES, obstacles
+from graphcap.hosts.vllm.obstacles import ENFORCE_EAGER, OBSTACLES, obstacles
 
 MODEL = SimpleNamespace(is_encoder_decoder=False, runner_type="generate", enforce_eager=False)
 PLAIN = SimpleNamespace(
@@ -36,7 +36,7 @@ FOUND = {
     "weight offloading": ("cache_config.cpu_offload_gb", 4),
     "an encoder-decoder model": ("model_config.is_encoder_decoder", True),
     "a pooling model": ("model_config.runner_type", "pooling"),
-    "--enforce-eager (no graphs were asked for)": ("model_config.enforce_eager", True),
+    ENFORCE_EAGER: ("model_config.enforce_eager", True),
 }
 """Name -> a field and a value with which it stands."""
 

@@ -9,7 +9,8 @@ from gather import Facts
 from scenarios.config import NOT_TAKEN, ROWS
 
 from graphcap import BucketLadder
-from graphcap.hosts.vllm.config import MIXED_SIZES
+from graphcap.hosts.vllm.config import MIXED_SIZES, TURNED_OFF
+from graphcap.hosts.vllm.obstacles import ENFORCE_EAGER
 
 SCENARIOS = "scenarios.config"
 
@@ -132,6 +133,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "few tokens": recorded(tokens=[16, 32, 40]),
     "short sequences": recorded(tokens=up_to(480)),
     "tape": decode_only("NONE", chosen=(UNCOMPILED, ONLY, SIZES)),
+    "enforce_eager, tape": decode_only("NONE", chosen=(TURNED_OFF, UNCOMPILED, ONLY, SIZES)),
     "reference kernels": recorded(),
     "additional_config": recorded(),
 }
@@ -200,7 +202,7 @@ FOR_MIXED = (
 NEEDS_COMPILED = "cudagraph_mode=FULL_AND_PIECEWISE was set, which needs a compiled model"
 
 WHY_NOT: dict[str, list[str]] = {
-    "enforce_eager": ["--enforce-eager (no graphs were asked for)"],
+    "enforce_eager": [ENFORCE_EAGER],
     "optimization level 0": ["optimization level 0 (no graphs were asked for)"],
     "PIECEWISE": ["cudagraph_mode=PIECEWISE was set: no whole step is to be captured"],
     "NONE": ["cudagraph_mode=NONE was set: no whole step is to be captured"],
@@ -222,7 +224,7 @@ WHY_NOT: dict[str, list[str]] = {
     "KV offloading": ["KV cache offloading"],
     "weight offloading": ["weight offloading"],
     "pooling": ["a pooling model"],
-    "two of them": ["LoRA adapters", "--enforce-eager (no graphs were asked for)"],
+    "two of them": ["LoRA adapters", ENFORCE_EAGER],
 }
 
 
@@ -268,6 +270,14 @@ def test_engine_that_vllm_leaves_without_full_graphs_is_given_back(facts: Facts)
     assert max(found["sizes"]) <= ABOVE[-1]
     assert found["same objects"] == [True, True]  # the user may hold them
     assert "of the first time" not in found["norms"]
+
+
+def test_enforce_eager_is_on_again_where_vllm_ends_elsewhere(facts: Facts):
+    assert facts["enforce_eager"]["enforce_eager"]
+    assert not facts["enforce_eager, tape"]["enforce_eager"]
+    found = facts["vLLM ends elsewhere, enforce_eager, tape"]
+    assert not found["choice"]["taken"]
+    assert found["enforce_eager"]
 
 
 def test_additional_config_that_is_no_dictionary_is_named_and_left(facts: Facts):

@@ -51,6 +51,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "short sequences": {"max_model_len": 16},
     # graphcap's own.
     "tape": {"variables": {"recorder": "tape"}},
+    "enforce_eager, tape": {"variables": {"recorder": "tape"}, "enforce_eager": True},
     "reference kernels": {"variables": {"kernels": "reference"}},
     "additional_config": {"additional_config": {"mine": 1}},
 }
@@ -127,6 +128,7 @@ def _described(config: Any, records: Records) -> dict[str, Any]:
         "cudagraph_mode": settings.cudagraph_mode.name,
         "sizes": settings.cudagraph_capture_sizes,
         "largest": settings.max_cudagraph_capture_size,
+        "enforce_eager": config.model_config.enforce_eager,
         "additional": {k: v for k, v in config.additional_config.items() if k != "graphcap"},
         "hash": config.compute_hash(),
         "lines": [line for line in from_graphcap(records) if "graphcap is on" not in line["text"]],
@@ -178,7 +180,7 @@ def other_additional_config() -> dict[str, Any]:
     }
 
 
-def vllm_ends_elsewhere() -> dict[str, Any]:
+def vllm_ends_elsewhere(**row: Any) -> dict[str, Any]:
     """vLLM's own checks come to a mode without full graphs, after graphcap has decided."""
     from vllm.config import CUDAGraphMode, VllmConfig
 
@@ -193,7 +195,7 @@ def vllm_ends_elsewhere() -> dict[str, Any]:
             self.kernel_config.ir_op_priority.rms_norm = ["of the first time"]
 
     VllmConfig.__post_init__ = post_init
-    found = configured()
+    found = configured(**row)
     assert len(parts) == 2  # and as VllmConfig's own checks ran again, so did ours
     found["same objects"] = [now is then for now, then in zip(*parts, strict=True)]
     found["norms"] = parts[1][1].ir_op_priority.rms_norm
@@ -209,4 +211,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "decided once": decided_once,
     "other additional_config": other_additional_config,
     "vLLM ends elsewhere": vllm_ends_elsewhere,
+    "vLLM ends elsewhere, enforce_eager, tape": partial(
+        vllm_ends_elsewhere, **ROWS["enforce_eager, tape"]
+    ),
 }
