@@ -104,9 +104,11 @@ RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
 
 
 @pytest.fixture(scope="module")
-def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All engines, eight at a time: each spends most of its life on the host. Hybrid ones first: they
-    compile for minutes."""
+def results(
+    models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Any]:
+    """All engines that the selected tests ask for, eight at a time: each spends most of its life on the
+    host. Hybrid ones first: they compile for minutes."""
     folder = tmp_path_factory.mktemp("logs")
 
     def run(name: str) -> dict[str, Any]:
@@ -119,7 +121,12 @@ def results(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             process.kill()
             return {"error": f"{error}: {log.read_text(errors='replace')[-3000:]}"}
 
-    names = sorted(RUNS, key=lambda name: not name.startswith("hybrid"))
+    asked = {
+        getattr(item, "callspec", None) and item.callspec.params.get("name")
+        for item in request.session.items
+    }
+    asked |= {reference_of(name) for name in RUNS if name in asked}
+    names = sorted(asked & RUNS.keys(), key=lambda name: not name.startswith("hybrid"))
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(names, pool.map(run, names), strict=True))
 
