@@ -26,6 +26,8 @@ _NAMES = {
     "decode-only": "vLLM, FULL_DECODE_ONLY, not compiled",
     "full": "vLLM, FULL, not compiled",
     "eager": "vLLM, eager",
+    "tape": "**graphcap**, `--enforce-eager`, `GRAPHCAP_RECORDER=tape`",
+    "tape-vllm": "the same, `GRAPHCAP_KERNELS=vllm`",
 }
 
 

@@ -96,7 +96,9 @@ RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "moe v1 tape, vLLM's kernels": ("moe", ("--eager",), {**TAPE, **VLLMS}),
     "moe v2 tape, vLLM's kernels": ("moe", ("--eager",), {**TAPE, **V2, **VLLMS}),
     "dense v1 tape": ("dense", ("--eager",), TAPE),
-    "hybrid v1 tape": ("hybrid", ("--eager",), TAPE),
+    "eager-hybrid reference": ("hybrid", ("--eager",), {}),
+    "eager-hybrid v1 tape": ("hybrid", ("--eager",), TAPE),
+    "eager-hybrid v1 tape, vLLM's kernels": ("hybrid", ("--eager",), {**TAPE, **VLLMS}),
     "hybrid reference": ("hybrid", (), {}),
     "hybrid v1, vLLM's kernels": ("hybrid", (), {"GRAPHCAP": "1", **VLLMS}),
     "hybrid v1": ("hybrid", (), {"GRAPHCAP": "1"}),
@@ -126,7 +128,7 @@ def results(
         for item in request.session.items
     }
     asked |= {reference_of(name) for name in RUNS if name in asked}
-    names = sorted(asked & RUNS.keys(), key=lambda name: not name.startswith("hybrid"))
+    names = sorted(asked & RUNS.keys(), key=lambda name: "hybrid" not in name)
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(names, pool.map(run, names), strict=True))
 
@@ -142,7 +144,7 @@ def reference_of(name: str) -> str:
 
 
 SAME_KERNELS = [n for n in RUNS if "vLLM's kernels" in n or n.startswith("dense v")]
-OTHER_KERNELS = ["moe v1", "moe v2", "moe v1 tape", "hybrid v1", "hybrid v1 tape"]
+OTHER_KERNELS = ["moe v1", "moe v2", "moe v1 tape", "hybrid v1", "eager-hybrid v1 tape"]
 
 
 @pytest.mark.parametrize("name", SAME_KERNELS)
