@@ -639,7 +639,7 @@ class Witness(TapeRecorder):
 
         recording.replay = replay  # type: ignore[method-assign]
         if self.loses_pads:
-            recording._calls = recording._calls[1:]
+            recording._entries = recording._entries[1:]
         return recording
 
 

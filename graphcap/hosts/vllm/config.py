@@ -93,7 +93,8 @@ def decide(config: Any, settings: Settings, *, device: str, hopper: bool) -> Cho
         chosen: tuple[str, ...] = (TURNED_OFF,) if eager else ()
         if compilation.mode is None:
             chosen += ("no torch.compile (mode=0)",)
-        chosen += (norms_cpu.CHOSEN,) if norms_cpu.undecided(config) else ()
+        if norms_cpu.undecided(config) and not eager:  # there the tokens are to be eager's
+            chosen += (norms_cpu.CHOSEN,)
         left += norms_cpu.user_set(config)
         mixed, tokens = _mixed_on_cpu(config, mode)
         return Choice(

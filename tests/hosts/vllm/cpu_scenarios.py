@@ -180,7 +180,7 @@ def verification_finds_a_difference() -> Any:
     turn_on(verify="3")
     llm = start(model("moe"))
     recording = cpu_engine.capture(llm).managers["decode"].recording(1)
-    recording._calls = recording._calls[:-1]
+    recording._entries, recording._stream = recording._entries[:-1], None
     try:
         tokens = decode(llm, [Request([1, 2, 3], 12)])
     except Exception as error:
@@ -249,6 +249,16 @@ def decode_only() -> Any:
         "managers": sorted(cpu_engine.capture(llm).managers),
         "counters": cpu_engine.shared_counters(),
     }
+
+
+def eager_on_the_tape() -> Any:
+    """--enforce-eager where the tape was asked for."""
+    turn_on(recorder="tape")
+    with log_records() as records:
+        llm = start_plain(model("moe"))
+        tokens = decode(llm, requests())
+    statistics = cpu_engine.statistics(llm)
+    return {"tokens": tokens, "statistics": statistics, "log": from_graphcap(records)}
 
 
 def one_bucket_fails() -> Any:
@@ -440,6 +450,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "above maximum": above_maximum,
     "large prefills": large_prefills,
     "decode only": decode_only,
+    "eager on the tape": eager_on_the_tape,
     "one bucket fails": one_bucket_fails,
     **{f"tokens of {name}": tokens_of(name) for name in ("other dense", "other norms")},
     "weights copied": weights_change("moe", copied),

@@ -185,6 +185,15 @@ def test_large_prefills_are_no_fallbacks(scenarios: Scenarios) -> None:
     assert facts["statistics"]["replays"] == total(facts["steps"]["decode"]) > 0
 
 
+def test_enforce_eager_is_replayed_where_the_tape_was_asked_for(scenarios: Scenarios) -> None:
+    facts = scenarios["eager on the tape"]
+    assert facts["tokens"] == scenarios["vllm moe, native"]["served"]["greedy"]
+    assert facts["statistics"]["replays"] > 20
+    assert facts["statistics"]["fallbacks"] == {}
+    assert len(messages(facts, "INFO", RECORDED)) == 1
+    assert messages(facts, "WARNING") == []
+
+
 def test_decode_only(scenarios: Scenarios, tokens: Any) -> None:
     facts = scenarios["decode only"]
     assert facts["tokens"] == tokens
