@@ -1,0 +1,189 @@
+"""CudaStandIns: what a step calls of torch.cuda, and Triton's launches, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from graphcap.lint.finding import CUDA, TAPE, Notes
+from graphcap.lint.streams import Capture, Event, Stream
+
+_SKIPPED = frozenset({"torch", "triton"})
+"""Packages whose own references to what is replaced stay as they are."""
+
+
+class CudaStandIns:
+    """Replaces parts of `torch.cuda` while lint works, also where a module imported them by name.
+
+    Attributes:
+        generators: random generators of the step's own that its maker lists as state.
+    """
+
+    def __init__(self) -> None:
+        self.generators: tuple[torch.Generator, ...] = ()
+        self._capture = Capture()
+        self._capture.current = [Stream(self._capture, "the current stream")]
+        self._default = Stream(self._capture, "the legacy default stream", legacy=True)
+
+    def knows(self, generator: torch.Generator) -> bool:
+        return any(generator is known for known in self.generators)
+
+    def launch(self) -> None:
+        self._capture.launch()
+
+    @property
+    def were_asked(self) -> bool:
+        """Whether the step has asked if it is captured: then each recorder sees a step of its own."""
+        return self._capture.asked
+
+    @contextmanager
+    def noting(self, notes: Notes, *, capturing: bool) -> Iterator[None]:
+        """Findings of what runs inside go to `notes`; `capturing` is what it is told if it asks."""
+        self._capture.begin(notes, capturing)
+        try:
+            yield
+            self._capture.end()
+        finally:
+            self._capture.notes = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        replaced = self._replacements()
+        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        pairs = [(old, new) for (_, _, old), (_, _, new) in zip(originals, replaced, strict=True)]
+        _exchange(pairs)
+        try:
+            yield
+        finally:
+            for owner, name, value in originals:
+                setattr(owner, name, value)
+            _exchange([(new, old) for old, new in pairs])
+
+    # -- what is replaced ------------------------------------------------------------------------
+
+    def _replacements(self) -> list[tuple[Any, str, Any]]:
+        cuda, capture = torch.cuda, self._capture
+
+        class SideStream(Stream):
+            def __init__(self, *_: Any, **__: Any) -> None:
+                super().__init__(capture)
+
+        class AnyEvent(Event):
+            def __init__(self, *_: Any, **__: Any) -> None:
+                super().__init__(capture)
+
+        def current(*_: Any, **__: Any) -> Stream:
+            return capture.current[-1]
+
+        def set_stream(stream: Stream) -> None:
+            capture.current[-1] = stream
+
+        table: dict[str, Any] = {
+            "synchronize": self._waiting("torch.cuda.synchronize()"),
+            "Stream": SideStream,
+            "ExternalStream": SideStream,
+            "Event": AnyEvent,
+            "current_stream": current,
+            "default_stream": lambda *_, **__: self._default,
+            "stream": lambda stream: nullcontext() if stream is None else stream,
+            "set_stream": set_stream,
+            "is_current_stream_capturing": capture.is_capturing,
+            "current_device": lambda: 0,
+            "set_device": lambda device: None,
+            "device": lambda device: nullcontext(),
+            "graph": self._nested("torch.cuda.graph"),
+            "manual_seed": self._seeding("torch.cuda.manual_seed()", lambda seed: None),
+            "manual_seed_all": self._seeding("torch.cuda.manual_seed_all()", lambda seed: None),
+        }
+        replaced = [(cuda, name, value) for name, value in table.items()]
+        replaced += [
+            (cuda.nvtx, name, lambda *_, **__: 0) for name in ("range_push", "range_pop", "mark")
+        ]
+        replaced += [
+            (torch, name, self._seeding(f"torch.{name}()", getattr(torch, name)))
+            for name in ("manual_seed", "seed")
+        ]
+        accelerator = getattr(torch, "accelerator", None)
+        if accelerator is not None:
+            waiting = self._waiting("torch.accelerator.synchronize()")
+            replaced.append((accelerator, "synchronize", waiting))
+        jit = sys.modules.get("triton.runtime.jit")
+        if jit is not None:
+            replaced.append((jit.JITFunction, "run", self._launching(None)))
+        interpreter = sys.modules.get("triton.runtime.interpreter")
+        if interpreter is not None:
+            kind = interpreter.InterpretedFunction
+            replaced.append((kind, "run", self._launching(kind.run)))
+        return replaced
+
+    def _waiting(self, what: str) -> Callable[..., None]:
+        def wait(*_: Any, **__: Any) -> None:
+            self._capture.synchronises(what)
+
+        return wait
+
+    def _nested(self, what: str) -> Callable[..., Any]:
+        def capture(*_: Any, **__: Any) -> Any:
+            if self._capture.notes is not None:
+                self._capture.notes.note(
+                    "synchronisation",
+                    what,
+                    "a capture inside a capture is refused by the driver",
+                    "call what it captures directly: it becomes part of the recording",
+                    breaks=(CUDA,),
+                )
+            return nullcontext()
+
+        return capture
+
+    def _seeding(self, what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            if self._capture.notes is not None:
+                self._capture.notes.note(
+                    "random draw",
+                    what,
+                    "a generator takes no new seed under capture, and replays do not seed",
+                    "seed before run(), outside the step",
+                    breaks=(CUDA,),
+                )
+            return original(*args, **kwargs)
+
+        return seed
+
+    def _launching(self, original: Callable[..., Any] | None) -> Callable[..., Any]:
+        def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            from graphcap.operations import current_observer
+
+            notes, trace = self._capture.notes, current_observer()
+            if notes is not None and not getattr(trace, "is_inside", False):
+                self._capture.launch()
+                skipped = "; lint did not run it" if original is None else ""
+                notes.note(
+                    "custom operator",
+                    f"the Triton kernel {getattr(kernel, '__name__', '?')!r}",
+                    f"a tape cannot see its arguments (a CUDA graph captures it){skipped}",
+                    "wrap the launch with graphcap.operations.operation, or register it with "
+                    "torch.library",
+                    breaks=(TAPE,),
+                )
+            return None if original is None else original(kernel, *args, **kwargs)
+
+        return launch
+
+
+def _exchange(pairs: list[tuple[Any, Any]]) -> None:
+    """Names of modules that are bound to the first of a pair get the second."""
+    by_id = {id(old): new for old, new in pairs}
+    for name, module in list(sys.modules.items()):
+        own = name.startswith("graphcap.lint")
+        if module is None or own or name.partition(".")[0] in _SKIPPED:
+            continue
+        for key, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in by_id:
+                setattr(module, key, by_id[id(value)])
