@@ -72,13 +72,26 @@ def add_to(commands: Any) -> None:
         help="whose refusals count (default both)",
     )
     parser.add_argument(
+        "--batches",
+        type=_batches,
+        metavar="N,…",
+        help="the batch sizes to run (the largest, and up to three smaller ones)",
+    )
+    parser.add_argument(
         "--max-batch", type=positive, metavar="N", help="with --checkpoint: rows (default 8)"
     )
-    parser.add_argument("--layers", type=positive, metavar="N", help="with --checkpoint: the first N")
+    parser.add_argument(
+        "--layers", type=positive, metavar="N", help="with --checkpoint: the first N"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="with --checkpoint")
     parser.add_argument("--strict", action="store_true", help="exit code 1 also for what weakens")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.set_defaults(run=run)
+
+
+def _batches(text: str) -> list[int]:
+    """An argparse type: sizes with commas between."""
+    return [positive(part) for part in text.split(",")]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -101,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
             subject = _decode_step(options, torch.device(device))
         else:
             subject = subject_of_module(options.module, options.input, torch.device(device))
-        report = lint(subject, cuda)
+        report = lint(subject, cuda, options.batches)
     report.keep(RECORDERS if options.recorder == "both" else (options.recorder,))
     report.sort()
     report.notes += note

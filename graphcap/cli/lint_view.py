@@ -17,8 +17,9 @@ _STYLES = {BREAKS: "bold red", WEAKENS: "yellow"}
 def print_lint(report: LintReport) -> None:
     console = console_of_terminal()
     sizes = ", ".join(map(str, report.batches))
-    counted = f"{report.operations:,} operations at batch {report.batches[0]}"
-    _line(console, f"{report.subject} on {report.device}, batches {sizes}: {counted}")
+    counted = f": {report.operations:,} operations at batch {report.batches[0]}"
+    title = f"{report.subject} on {report.device}, batches {sizes}"
+    _line(console, title + (counted if report.operations else ""))
     for note in report.notes:
         _line(console, note)
     told: tuple[str, str] | None = None

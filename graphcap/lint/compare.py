@@ -49,8 +49,8 @@ def _note(notes: Notes, what: str, site: Site) -> None:
     notes.note("state", what, _BAKED, _AS_TENSOR, breaks=RECORDERS, site=site)
 
 
-def note_branches(large: LintTrace, small: LintTrace, sizes: tuple[int, int], notes: Notes) -> None:
-    """Notes where the step takes another way at a small batch than at a large one. That is allowed:
+def note_branches(large: LintTrace, small: LintTrace, largest: int, notes: Notes) -> None:
+    """Notes where the step takes another way at a small batch than at the largest. That is allowed:
     each bucket has a recording of its own."""
     ways = [_lines(trace.entries) for trace in (large, small)]
     for there, here in zip_longest(*ways):
@@ -58,7 +58,7 @@ def note_branches(large: LintTrace, small: LintTrace, sizes: tuple[int, int], no
             found = here or there
             notes.note(
                 "batch size",
-                f"other lines run at batch {sizes[1]} than at {sizes[0]}",
+                f"another way than at batch {largest}",
                 "each bucket is recorded with the way that its size takes",
                 "nothing, if the branch follows from the batch size alone",
                 site=Site(found, None),

@@ -47,7 +47,7 @@ class NotingHostReads(HostReadGuard):
         trace = self._trace
         if trace.is_inside:
             return func(*args, **keywords)
-        trace.calls.append(func)
+        trace.calls.append((func, keywords.get("generator")))
         try:
             to_device = self._note_copies(func, args, keywords)
             try:

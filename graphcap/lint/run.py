@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from graphcap.capturing import check_outputs
-from graphcap.errors import CaptureError
-from graphcap.inputs import NUM_ROWS
+from graphcap.errors import CaptureError, InputError
+from graphcap.inputs import NUM_ROWS, StaticInputs
 from graphcap.lint.compare import note_branches, note_state
-from graphcap.lint.finding import BREAKS, CUDA, RECORDERS, TAPE, WEAKENS, LintReport, Notes
-from graphcap.lint.places import Place, Site, call_step
+from graphcap.lint.finding import BREAKS, CUDA, RECORDERS, TAPE, WEAKENS, Finding, LintReport, Notes
+from graphcap.lint.places import Place, Site, Step, call_step
 from graphcap.lint.python_calls import CudaNames
 from graphcap.lint.rebinding import Rebinding, lines_that_change, note_rebinding
 from graphcap.lint.stand_ins import CudaStandIns
-from graphcap.lint.subject import Subject
+from graphcap.lint.subject import Subject, static_inputs
 from graphcap.lint.trace import LintTrace
+from graphcap.pool import BufferPool
 from graphcap.recorders.base import autocast_casts_not_kept
 from graphcap.recorders.source import raising_line
 from graphcap.recorders.tape import TapeRecorder, storage_key
@@ -33,11 +34,11 @@ _NO_VALUES = re.compile(r"meta tensor|Meta tensor|no fake impl|on meta|data-depe
 
 
 class Stopped(Exception):
-    """The step raised, and lint cannot run it any further."""
+    """The step raised, and lint cannot run it any further; `findings` are those up to there."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, size: int, findings: list[Finding]) -> None:
         super().__init__(f"{type(error).__name__} at {raising_line(error.__traceback__)}: {error}")
-        self.error = error
+        self.error, self.size, self.findings = error, size, findings
 
 
 @contextmanager
@@ -48,9 +49,48 @@ def lint_surroundings(device: torch.device) -> Iterator[CudaStandIns]:
         yield cuda
 
 
-def lint(subject: Subject, cuda: CudaStandIns) -> LintReport:
-    """Lint `subject`, inside of `lint_surroundings`."""
-    return _Linter(subject, cuda).run()
+def lint(subject: Subject, cuda: CudaStandIns, batches: Sequence[int] | None = None) -> LintReport:
+    """Lint `subject`, inside of `lint_surroundings`.
+
+    Args:
+        batches: the batch sizes to run; None: the largest and three smaller ones.
+
+    Raises:
+        InputError: a batch size is not one of the slots'.
+    """
+    largest = subject.inputs.max_batch
+    sizes = batch_sizes(largest) if batches is None else tuple(sorted(set(batches))[::-1])
+    if not sizes or not 1 <= sizes[-1] <= sizes[0] <= largest:
+        raise InputError(
+            f"batches: expected sizes from 1 to {largest}, the rows of the inputs, found "
+            f"{', '.join(map(str, sizes)) or 'none'}"
+        )
+    return _Linter(subject, cuda, sizes).run()
+
+
+def lint_step(
+    step: Step,
+    inputs: StaticInputs | Mapping[str, torch.Tensor],
+    *,
+    state: Sequence[torch.Tensor | torch.Generator] = (),
+    pool: BufferPool | None = None,
+    batches: Sequence[int] | None = None,
+) -> LintReport:
+    """Lint a step that exists already, on CPU or meta tensors: for tests of one's own.
+
+    Args:
+        step: takes a mapping of names to tensors and returns one. Streams and events that it uses have
+            to be made in it.
+        inputs: its slots, or example tensors (n, *row shape) for slots.
+        state: what it changes besides slots, as for `CaptureManager`.
+        pool: where it takes its buffers; None: it has none, or lint need not know. It is frozen.
+        batches: as for `lint`.
+    """
+    slots = inputs if isinstance(inputs, StaticInputs) else static_inputs(inputs)
+    generators = tuple(item for item in state if isinstance(item, torch.Generator))
+    name = getattr(step, "__qualname__", type(step).__qualname__)
+    with lint_surroundings(slots.device) as cuda:
+        return lint(Subject(name, step, slots, pool, generators), cuda, batches)
 
 
 def batch_sizes(largest: int) -> tuple[int, ...]:
@@ -59,18 +99,17 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
 
 
 class _Linter:
-    def __init__(self, subject: Subject, cuda: CudaStandIns) -> None:
+    def __init__(self, subject: Subject, cuda: CudaStandIns, sizes: tuple[int, ...]) -> None:
         self._subject, self._cuda = subject, cuda
         self._inputs, self._device = subject.inputs, subject.inputs.device
         self._saved = subject.inputs.snapshot()
-        self._sizes = batch_sizes(subject.inputs.max_batch)
+        self._sizes = sizes
         self.report = LintReport(subject.name, self._device.type, self._sizes)
         cuda.generators = subject.generators
 
     def run(self) -> LintReport:
         try:
-            for size in self._sizes:
-                self._warm_up(size)
+            self._warm_up()
             if self._subject.pool is not None and self._device.type != "meta":
                 self._subject.pool.freeze()
             asked = self._cuda.were_asked
@@ -91,14 +130,23 @@ class _Linter:
         for size in self._sizes[1:]:
             trace = self._watched(size, recorders)
             notes = Notes(recorders)
-            note_branches(largest, trace, (self._sizes[0], size), notes)
+            note_branches(largest, trace, self._sizes[0], notes)
             self.report.add(notes.findings, size)
 
     # -- runs ------------------------------------------------------------------------------------
 
-    def _warm_up(self, size: int) -> None:
-        """As a recorder does. Its findings count only where it does not come to its end."""
-        self._run(size, LintTrace(self._device, self._cuda, warming_up=True))
+    def _warm_up(self) -> None:
+        """As a recorder does. A smaller batch that fails costs that batch only."""
+        for size in self._sizes:
+            try:
+                self._run(size, LintTrace(self._device, self._cuda, warming_up=True))
+            except Stopped as stopped:
+                if self._device.type == "meta" and self._cuda.were_asked:
+                    continue  # where it is told that it is captured it may read no value
+                if size == self._sizes[0]:
+                    raise
+                self.report.add(self._error(stopped), size)
+                self._sizes = tuple(s for s in self._sizes if s != size)
 
     def _largest(self, recorders: tuple[str, ...]) -> LintTrace:
         """The largest batch, twice."""
@@ -106,7 +154,7 @@ class _Linter:
         rebinding = Rebinding(self._subject.step)
         first = self._watched(size, recorders)
         rebound = rebinding.changed()
-        self.report.operations = len(first.entries)
+        self.report.operations = first.operations
         with lines_that_change(rebound) as lines:
             second = LintTrace(self._device, self._cuda, recorders)
             self._run(size, second)
@@ -121,6 +169,10 @@ class _Linter:
         if size != self._sizes[0]:
             trace.notes.drop("allocation")  # one size tells them all
         notes = trace.notes
+        if any(finding.kind == "outputs" for finding in self.report.findings):
+            notes.drop("outputs")  # told at the largest size
+            self.report.add(notes.findings, size)
+            return trace
         try:
             check_outputs(outputs, size)
         except CaptureError as error:
@@ -138,8 +190,7 @@ class _Linter:
                 self._inputs.restore_pads()
                 outputs = call_step(self._subject.step, inputs)
         except Exception as error:
-            self.report.add(trace.notes.findings, size)
-            raise Stopped(error) from error
+            raise Stopped(error, size, trace.notes.findings) from error
         if self._device.type != "meta":
             left = int(self._inputs.views(1)[NUM_ROWS])
             if left != rows:
@@ -161,7 +212,9 @@ class _Linter:
         return self._inputs.views(size)
 
     def _ask_the_tape(self, size: int) -> None:
-        """The tape has the last word on what it refuses."""
+        """The tape has the last word, where nothing was found that it refuses."""
+        if any(TAPE in finding.recorders for finding in self.report.findings):
+            return
         inputs = self._bind(size)
 
         def step() -> Mapping[str, torch.Tensor]:
@@ -171,10 +224,9 @@ class _Linter:
         try:
             TapeRecorder(self._device).record(step, size).close()
         except CaptureError as error:
-            if not any(TAPE in finding.recorders for finding in self.report.findings):
-                notes = Notes()
-                self._note_refused(notes, "refused", str(error.args[0]), (TAPE,))
-                self.report.add(notes.findings, size)
+            notes = Notes()
+            self._note_refused(notes, "refused", str(error.args[0]), (TAPE,))
+            self.report.add(notes.findings, size)
 
     # -- findings of a whole run -----------------------------------------------------------------
 
@@ -205,21 +257,29 @@ class _Linter:
 
     def _stop(self, stopped: Stopped) -> None:
         report, text = self.report, str(stopped)
+        report.add(stopped.findings, stopped.size)
         refused = any(finding.severity == BREAKS for finding in report.findings)
-        if self._device.type == "meta" and (refused or _NO_VALUES.search(text)):
+        if self._device.type != "meta":
+            report.add(self._error(stopped), stopped.size)
+        elif refused or _NO_VALUES.search(text):
             text += "; meta tensors hold no values: give --device cpu"
-        elif not _LACKS_A_GPU.search(text):
-            notes = Notes()
+        else:
+            text += "; --device cpu tells whether meta tensors or the step are at fault"
+        report.stopped = text
+
+    def _error(self, stopped: Stopped) -> list[Finding]:
+        """The finding that the step raised, unless for want of a GPU, which tells nothing."""
+        notes, text = Notes(), str(stopped)
+        if not _LACKS_A_GPU.search(text):
             notes.note(
                 "error",
                 f"{type(stopped.error).__name__}: {_first_line(stopped.error)}",
                 "the step raises it, without graphcap as well",
-                "make the step run on this machine, or give another batch",
+                "make the step run at every batch up to its largest",
                 breaks=RECORDERS,
                 site=Site(_place_in(text), None),
             )
-            report.add(notes.findings, self._inputs.max_batch)
-        report.stopped = text
+        return notes.findings
 
 
 def _first_line(error: Exception) -> str:
@@ -229,4 +289,3 @@ def _first_line(error: Exception) -> str:
 def _place_in(text: str) -> Place | None:
     found = re.search(r"(?:at|by) (\S+):(\d+) \(([^)]*)\)", text)
     return Place(found[1], int(found[2]), found[3]) if found else None
-

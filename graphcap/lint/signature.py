@@ -44,7 +44,9 @@ def difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> str | None:
         if first == second:
             continue
         if isinstance(first, tuple) and isinstance(second, tuple):
-            for name, a, b in zip(("a tensor of shape", "dtype"), first[1:3], second[1:3], strict=True):
+            for name, a, b in zip(
+                ("a tensor of shape", "dtype"), first[1:3], second[1:3], strict=True
+            ):
                 if a != b:
                     return f"{name} {_short(a)}, then {_short(b)}"
             return f"a constant of {_held(first[3])}, then {_held(second[3])}"

@@ -29,7 +29,7 @@ class CudaStandIns:
         self._capture.current = [Stream(self._capture, "the current stream")]
         self._default = Stream(self._capture, "the legacy default stream", legacy=True)
 
-    def knows(self, generator: torch.Generator) -> bool:
+    def knows(self, generator: torch.Generator | None) -> bool:
         return any(generator is known for known in self.generators)
 
     def launch(self) -> None:
@@ -144,15 +144,19 @@ class CudaStandIns:
 
     def _seeding(self, what: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def seed(*args: Any, **kwargs: Any) -> Any:
-            if self._capture.notes is not None:
-                self._capture.notes.note(
+            notes, self._capture.notes = self._capture.notes, None  # torch's own seeds cuda's
+            if notes is not None:
+                notes.note(
                     "random draw",
                     what,
                     "a generator takes no new seed under capture, and replays do not seed",
                     "seed before run(), outside the step",
                     breaks=(CUDA,),
                 )
-            return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._capture.notes = notes
 
         return seed
 

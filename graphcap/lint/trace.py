@@ -31,6 +31,8 @@ _READS = {
     "__int__": "int() of a tensor",
     "__float__": "float() of a tensor",
     "__index__": "a tensor as a Python index or length",
+    "__getitem__": "a tensor of one number as an index",
+    "__setitem__": "a tensor of one number as an index",
 }
 _SYNCHRONISES_INSIDE = frozenset({"_linalg_check_errors"})
 """Operations that wait for the device inside, and tell torch nothing of it."""
@@ -69,7 +71,8 @@ class LintTrace(StepGuard):
 
     Attributes:
         notes: what was found.
-        entries: the operations of the run, in order.
+        entries: the calls of the run, in order, views included.
+        operations: how many of them a tape would hold.
         outside: storages that were there before the run and that it read or wrote.
     """
 
@@ -86,8 +89,9 @@ class LintTrace(StepGuard):
         self.entries: list[Entry] = []
         self.outside: dict[int, Any] = {}
         self.host = HostMemory(device)
-        self.calls: list[Any] = []
-        """torch's Python functions that are running, outermost first."""
+        self.operations = 0
+        self.calls: list[tuple[Any, Any]] = []
+        """torch's Python functions that are running, outermost first, and the generator of each."""
         self._cuda = cuda
         self._capturing = CUDA in recorders and not warming_up
         self._made: set[int] = set()
@@ -133,16 +137,16 @@ class LintTrace(StepGuard):
             return
         kind, name = self._kind_of(func)
         by_text: dict[tuple[str, str], list[str]] = {}
-        for recorder, refusal in refusals.items():
-            refusal.what = name or refusal.what
-            by_text.setdefault((refusal.what, refusal.why), []).append(recorder)
+        for recorder, found in refusals.items():
+            found.what = name or found.what
+            by_text.setdefault((found.what, found.why), []).append(recorder)
         for names in by_text.values():
             self.note_refusal(refusals[names[0]], kind, tuple(names))
 
     def _kind_of(self, func: Any) -> tuple[str, str | None]:
         """The kind of a refused operation, and how the step spelt it if that tells more."""
         packet, tags = func.overloadpacket.__name__, func.tags
-        spoken = getattr(self.calls[-1], "__name__", "") if self.calls else ""
+        spoken = getattr(self.calls[-1][0], "__name__", "") if self.calls else ""
         if func.namespace in _COLLECTIVES:
             return "collective", None
         if torch.Tag.inplace_view in tags:
@@ -161,6 +165,7 @@ class LintTrace(StepGuard):
 
     def called(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._append(operation.name, (args, kwargs))
+        self.operations += 1
         if self.device.type != "meta":
             operation.function(*args, **kwargs)
 
@@ -196,10 +201,18 @@ class LintTrace(StepGuard):
         if packet == "lift_fresh":
             self._made |= inputs
             self._note_values(result)
-        else:
-            self.host.follow((args, kwargs), result)
-            if fresh and not site.in_pool:
-                self._count_fresh(func, args, kwargs, result, fresh, site)
+            self.operations += 1
+            return result
+        self.host.follow((args, kwargs), result)
+        changes = bool(written) or func._schema.is_mutable
+        allocates = changes
+        if changes:
+            self.operations += 1
+        elif fresh or func.namespace != "aten":
+            call, allocates = out_call(func, args, kwargs, result)
+            self.operations += call is not None
+        if fresh and not site.in_pool:
+            self._count_fresh(fresh, site, allocates)
         return result
 
     def _append(self, name: str, values: Any, func: Any = None) -> Site:
@@ -244,7 +257,10 @@ class LintTrace(StepGuard):
 
     def _note_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
-        if own and own[0] is not torch.default_generator and not self._cuda.knows(own[0]):
+        # The dispatcher hands on another object for the same generator.
+        spoken = self.calls[-1][1] if self.calls else None
+        known = spoken is torch.default_generator or self._cuda.knows(spoken)
+        if own and not known:
             self.notes.note(
                 "random draw",
                 f"{func} with a generator of its own",
@@ -271,7 +287,9 @@ class LintTrace(StepGuard):
             "it waits for the device on the host"
             if waits
             else "all ranks have to record and replay the same bucket",
-            "take it out of the step" if waits else "give run() agreed_batch, the same on each rank",
+            "take it out of the step"
+            if waits
+            else "give run() agreed_batch, the same on each rank",
             breaks=(CUDA,) if waits else (),
         )
 
@@ -296,31 +314,19 @@ class LintTrace(StepGuard):
 
     def _note_values(self, result: torch.Tensor) -> None:
         """A tensor of Python or numpy values has come into being."""
-        func = self.calls[-1] if self.calls else None
+        func = self.calls[-1][0] if self.calls else None
         if func is None or func in FROM_VALUES:
             self.host.add(result)
 
-    def _count_fresh(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        fresh: list[torch.Tensor],
-        site: Site,
-    ) -> None:
+    def _count_fresh(self, fresh: list[torch.Tensor], site: Site, allocates: bool) -> None:
         count = self._fresh.setdefault(site.place, _Allocations(site))
         count.count += 1
         count.nbytes += sum(tensor.untyped_storage().nbytes() for tensor in fresh)
-        count.at_replay += (
-            out_call(func, args, kwargs, result)[1] if not written_by(func, args, kwargs) else 1
-        )
+        count.at_replay += allocates
 
     def _note_allocations(self) -> None:
         for found in self._fresh.values():
-            again = (
-                f", {found.at_replay} at every replay on the tape" if found.at_replay else ""
-            )
+            again = f", {found.at_replay} at every replay on the tape" if found.at_replay else ""
             noun = "operation returns" if found.count == 1 else "operations return"
             self.notes.note(
                 "allocation",
