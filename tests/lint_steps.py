@@ -149,9 +149,8 @@ def synchronised_event(x: torch.Tensor) -> None:
     event.synchronize()
 
 
-def pinned_copy(x: torch.Tensor, *, non_blocking: bool) -> None:
-    pinned = torch.zeros(4, 4, pin_memory=True)
-    x.clone().copy_(pinned, non_blocking=non_blocking)
+def pinned_copy(x: torch.Tensor, pinned: torch.Tensor) -> None:
+    x.clone().copy_(pinned, non_blocking=True)
 
 
 def outside_event(x: torch.Tensor) -> None:
@@ -197,7 +196,6 @@ NEEDS_CUDA_TO_TELL: dict[str, tuple[Callable[[torch.Tensor], Any], str | None]] 
         lambda x: x.clone().copy_(torch.tensor([1.0, 2, 3, 4]), non_blocking=True),
         "host copy",
     ),
-    "pinned in the step": (lambda x: torch.zeros(4).pin_memory(), "host copy"),
     "indexed with a list": (lambda x: x[[0, 1]], "host copy"),
     "indexed with a host tensor": (lambda x: x[torch.tensor([0, 1])], "host copy"),
     "assigned at a list": (lambda x: x.clone().__setitem__([0, 1], 1.0), "host copy"),
@@ -210,7 +208,6 @@ NEEDS_CUDA_TO_TELL: dict[str, tuple[Callable[[torch.Tensor], Any], str | None]] 
         "random draw",
     ),
     "default generator": (lambda x: F.dropout(x) + torch.rand_like(x), None),
-    "another seed": (lambda x: torch.manual_seed(4), "random draw"),
 }
 
 TELLS_BY_TABLE = {"synchronisation", "stream", "host copy", "random draw"}
@@ -227,8 +224,13 @@ BAKED: dict[str, Callable[[], Step]] = {
 }
 
 
-def seeding(inputs: Inputs) -> Inputs:
+def drawing_after_a_seed(inputs: Inputs) -> Inputs:
     torch.manual_seed(4)
+    return {"y": inputs["x"] + torch.rand_like(inputs["x"])}
+
+
+def waiting(inputs: Inputs) -> Inputs:
+    torch.cuda.synchronize()
     return {"y": inputs["x"] * 2}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graphcap.lint.finding import CUDA, Notes
+from graphcap.lint.finding import CUDA, RECORDERS, Notes
 from graphcap.lint.host_memory import HOST_COPY, MAKE_BEFORE, HostMemory
 
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
@@ -17,10 +17,18 @@ _SYNCHRONISES_INSIDE = frozenset({"_linalg_check_errors"})
 
 
 def note_draw(
-    notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_known: bool
+    notes: Notes,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_known: bool,
+    seeded: str | None,
 ) -> None:
-    """Args:
-    is_known: a generator, if one was given, is the default one or listed as state.
+    """Notes an operation that draws random numbers.
+
+    Args:
+        is_known: the generator, if one was given, is the default one or listed as state.
+        seeded: what seeded torch's generators before, in the same run of the step.
     """
     is_given = any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))
     if is_given and not is_known:
@@ -35,6 +43,16 @@ def note_draw(
     elif is_given or (
         torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs)
     ):
+        if seeded:
+            notes.note(
+                "random draw",
+                f"{func} after {seeded}",
+                "the step draws the same numbers at each run and replays, which do not seed, others "
+                "(verification refuses the bucket)",
+                "seed before run(), outside the step, or draw before the step and pass a slot",
+                breaks=RECORDERS,
+            )
+            return
         notes.note(
             "random draw",
             str(func),
@@ -80,9 +98,7 @@ def note_host_copy(
     if not host.joins(packet, (args, kwargs)):
         return
     if packet == "copy_" and host.is_pinned(args[1]):
-        if kwargs.get("non_blocking") or (len(args) > 2 and args[2]):
-            return
-        why = "it waits for the copy: give non_blocking=True, which pinned memory allows"
+        why = "every replay copies from that memory again, which is gone when the step ends"
     what = f"{func} with a tensor made on the host"
     notes.note("host copy", what, why, MAKE_BEFORE, breaks=(CUDA,))
 

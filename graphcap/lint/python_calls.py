@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from graphcap.lint.finding import CUDA, RECORDERS
+from graphcap.lint.finding import CUDA, RECORDERS, WEAKENS
 from graphcap.lint.host_memory import (
     FROM_VALUES,
     HOST_COPY,
@@ -71,10 +71,12 @@ class NotingHostReads(HostReadGuard):
         """Notes what copies between host and device. Returns whether the result is the device's."""
         host = self._trace.host
         if _is_pinning(func, kwargs):
-            self._note(
+            self._trace.notes.note(
+                "host copy",
                 "pin_memory",
-                "page-locked memory is allocated, for which the driver waits",
+                "replays do not run it; the driver waits where it has to page-lock memory",
                 "allocate the pinned tensor once, before the step",
+                severity=WEAKENS,
             )
             return False
         if func in _ITEMS and len(args) > 1 and _holds_values(args[1]):

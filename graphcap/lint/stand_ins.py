@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from graphcap.lint.finding import CUDA, TAPE, Notes
+from graphcap.lint.finding import CUDA, TAPE, WEAKENS, Notes
 from graphcap.lint.streams import Capture, Event, Stream
 
 _SKIPPED = frozenset({"torch", "triton"})
@@ -21,10 +21,12 @@ class CudaStandIns:
 
     Attributes:
         generators: random generators of the step's own that its maker lists as state.
+        seeded: what the step called in this run to seed torch's generators; None: nothing.
     """
 
     def __init__(self) -> None:
         self.generators: tuple[torch.Generator, ...] = ()
+        self.seeded: str | None = None
         self._capture = Capture()
         self._capture.current = [Stream(self._capture, "the current stream")]
         self._default = Stream(self._capture, "the legacy default stream", legacy=True)
@@ -44,6 +46,7 @@ class CudaStandIns:
     def noting(self, notes: Notes, *, capturing: bool) -> Iterator[None]:
         """Findings of what runs inside go to `notes`; `capturing` is what it is told if it asks."""
         self._capture.begin(notes, capturing)
+        self.seeded = None
         try:
             yield
             self._capture.end()
@@ -158,12 +161,13 @@ class CudaStandIns:
         def seed(*args: Any, **kwargs: Any) -> Any:
             notes, self._capture.notes = self._capture.notes, None  # torch's own seeds cuda's
             if notes is not None:
+                self.seeded = what
                 notes.note(
                     "random draw",
                     what,
-                    "a generator takes no new seed under capture, and replays do not seed",
+                    "replays do not seed",
                     "seed before run(), outside the step",
-                    breaks=(CUDA,),
+                    severity=WEAKENS,
                 )
             try:
                 return original(*args, **kwargs)

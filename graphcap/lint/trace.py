@@ -177,7 +177,7 @@ class LintTrace(StepGuard):
         packet = func.overloadpacket.__name__
         spoken = self.calls[-1][1] if self.calls else None
         is_known = spoken is torch.default_generator or self._cuda.knows(spoken)
-        note_draw(self.notes, func, args, kwargs, is_known)
+        note_draw(self.notes, func, args, kwargs, is_known, self._cuda.seeded)
         note_collective(self.notes, func)
         note_host_copy(self.notes, self.host, func, args, kwargs)
         note_wait_inside(self.notes, func)

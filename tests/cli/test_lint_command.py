@@ -76,12 +76,13 @@ def test_text_has_links_that_a_terminal_understands(
 
 
 def test_one_recorder_alone(capsys: pytest.CaptureFixture[str]):
-    arguments = ("--module", "lint_steps:seeding", "--input", "x=4x4:float32")
+    arguments = ("--module", "lint_steps:waiting", "--input", "x=4x4:float32")
     assert lint(capsys, *arguments)[0] == 1
     code, result = lint(capsys, *arguments, "--recorder", "tape")
     assert (code, result["breaks"]) == (0, 0)
-    (found,) = [f for f in result["findings"] if f["kind"] == "random draw"]
-    assert found["what"] == "torch.manual_seed() (cuda refuses it)"
+    (found,) = [f for f in result["findings"] if f["kind"] == "synchronisation"]
+    assert found["what"] == "torch.cuda.synchronize() (cuda refuses it)"
+    assert found["severity"] == "information"
 
 
 def test_a_step_itself_with_inputs(capsys: pytest.CaptureFixture[str]):
