@@ -114,9 +114,8 @@ def run(options: argparse.Namespace) -> int:
             subject = _decode_step(options, torch.device(device))
         else:
             subject = subject_of_module(options.module, options.input, torch.device(device))
-        report = lint(subject, cuda, options.batches)
-    report.keep(RECORDERS if options.recorder == "both" else (options.recorder,))
-    report.sort()
+        recorders = RECORDERS if options.recorder == "both" else (options.recorder,)
+        report = lint(subject, cuda, options.batches, recorders)
     report.notes += note
     if options.json:
         print_json(report.to_json())

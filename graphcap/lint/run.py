@@ -12,7 +12,7 @@ from graphcap.capturing import check_outputs
 from graphcap.errors import CaptureError, InputError
 from graphcap.inputs import NUM_ROWS, StaticInputs
 from graphcap.lint.compare import note_branches, note_state
-from graphcap.lint.finding import BREAKS, CUDA, RECORDERS, TAPE, WEAKENS, Finding, LintReport, Notes
+from graphcap.lint.finding import BREAKS, RECORDERS, TAPE, WEAKENS, Finding, LintReport, Notes
 from graphcap.lint.places import Place, Site, Step, call_step
 from graphcap.lint.python_calls import CudaNames
 from graphcap.lint.rebinding import Rebinding, lines_that_change, note_rebinding
@@ -49,11 +49,17 @@ def lint_surroundings(device: torch.device) -> Iterator[CudaStandIns]:
         yield cuda
 
 
-def lint(subject: Subject, cuda: CudaStandIns, batches: Sequence[int] | None = None) -> LintReport:
+def lint(
+    subject: Subject,
+    cuda: CudaStandIns,
+    batches: Sequence[int] | None = None,
+    recorders: tuple[str, ...] = RECORDERS,
+) -> LintReport:
     """Lint `subject`, inside of `lint_surroundings`.
 
     Args:
         batches: the batch sizes to run; None: the largest and three smaller ones.
+        recorders: those that matter; what breaks none of them is an information.
 
     Raises:
         InputError: a batch size is not one of the slots'.
@@ -66,7 +72,10 @@ def lint(subject: Subject, cuda: CudaStandIns, batches: Sequence[int] | None = N
             f"{', '.join(map(str, sizes)) or 'none'}"
         )
     cuda.see_triton()
-    return _Linter(subject, cuda, sizes).run()
+    report = _Linter(subject, cuda, sizes, recorders).run()
+    report.keep(recorders)
+    report.sort()
+    return report
 
 
 def lint_step(
@@ -100,11 +109,17 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
 
 
 class _Linter:
-    def __init__(self, subject: Subject, cuda: CudaStandIns, sizes: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        cuda: CudaStandIns,
+        sizes: tuple[int, ...],
+        recorders: tuple[str, ...],
+    ) -> None:
         self._subject, self._cuda = subject, cuda
         self._inputs, self._device = subject.inputs, subject.inputs.device
         self._saved = subject.inputs.snapshot()
-        self._sizes = sizes
+        self._sizes, self._recorders = sizes, recorders
         self.report = LintReport(subject.name, self._device.type, self._sizes)
         cuda.generators = subject.generators
 
@@ -114,15 +129,15 @@ class _Linter:
             if self._subject.pool is not None and self._device.type != "meta":
                 self._subject.pool.freeze()
             asked = self._cuda.were_asked
-            for recorders in ((CUDA,), (TAPE,)) if asked else (RECORDERS,):
+            each = [(name,) for name in RECORDERS if name in self._recorders]
+            for recorders in each if asked else [RECORDERS]:
                 self._all_sizes(recorders)
-            if self._device.type == "cpu":
+            if self._device.type == "cpu" and TAPE in self._recorders:
                 self._ask_the_tape(self._sizes[0])
         except Stopped as stopped:
             self._stop(stopped)
         finally:
             self._inputs.restore(self._saved)
-        self.report.sort()
         return self.report
 
     def _all_sizes(self, recorders: tuple[str, ...]) -> None:
