@@ -138,6 +138,14 @@ def joined_twice(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def works_after_it_joined(x: torch.Tensor) -> None:
+    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(main)
+    main.wait_stream(side)
+    with torch.cuda.stream(side):
+        x * 2
+
+
 def on_default_stream(x: torch.Tensor) -> torch.Tensor:
     with torch.cuda.stream(torch.cuda.default_stream()):
         return x * 2
@@ -171,6 +179,7 @@ NEEDS_CUDA_TO_TELL: dict[str, tuple[Callable[[torch.Tensor], Any], str | None]] 
     "fork and join by events": (by_events, None),
     "fork and join twice": (joined_twice, None),
     "not joined": (lambda x: side_stream(x, join=False), "stream"),
+    "works after it joined": (works_after_it_joined, "stream"),
     "not joined by an event": (lambda x: by_events(x, join=False), "stream"),
     "constant on the device": (
         lambda x: x + torch.tensor([1.0, 2, 3, 4], device=x.device),

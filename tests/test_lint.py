@@ -104,6 +104,11 @@ def test_seeding_alone_is_no_break():
     assert "torch.manual_seed()" in [f.what for f in of(report, WEAKENS)]
 
 
+def test_what_printing_does_inside_is_part_of_it():
+    report = lint_of(lambda x: str(x), torch.randn(4, 4), batches=[4])
+    assert only(of(report, BREAKS)).what == "printing a tensor"
+
+
 def test_work_outside_the_capture():
     unforked = only(
         of(lint_of(lambda x: lint_steps.side_stream(x, fork=False, join=False)), BREAKS)
