@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -81,3 +82,9 @@ def site_here() -> Site:
 def call_step(step: Step, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Calls the step: what lies outside this frame is no code of the step."""
     return step(inputs)
+
+
+def place_in(message: str) -> Place | None:
+    """The place that a message of a recorder names."""
+    found = re.search(r"(?:at|by) (\S+):(\d+) \(([^)]*)\)", message)
+    return Place(found[1], int(found[2]), found[3]) if found else None

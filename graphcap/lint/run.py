@@ -13,7 +13,7 @@ from graphcap.errors import CaptureError, InputError
 from graphcap.inputs import NUM_ROWS, StaticInputs
 from graphcap.lint.compare import note_branches, note_state
 from graphcap.lint.finding import BREAKS, RECORDERS, TAPE, WEAKENS, Finding, LintReport, Notes
-from graphcap.lint.places import Place, Site, Step, call_step
+from graphcap.lint.places import Site, Step, call_step, place_in
 from graphcap.lint.python_calls import CudaNames
 from graphcap.lint.rebinding import Rebinding, lines_that_change, note_rebinding
 from graphcap.lint.stand_ins import CudaStandIns
@@ -254,7 +254,7 @@ class _Linter:
             "the recorder refuses it",
             cure if what else "see graphcap explain capture",
             breaks=breaks,
-            site=Site(_place_in(text), None),
+            site=Site(place_in(text), None),
         )
 
     def _note_aliases(self, outputs: Mapping[str, torch.Tensor], notes: Notes) -> None:
@@ -293,15 +293,10 @@ class _Linter:
                 "the step raises it, without graphcap as well",
                 "make the step run at every batch up to its largest",
                 breaks=RECORDERS,
-                site=Site(_place_in(text), None),
+                site=Site(place_in(text), None),
             )
         return notes.findings
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _place_in(text: str) -> Place | None:
-    found = re.search(r"(?:at|by) (\S+):(\d+) \(([^)]*)\)", text)
-    return Place(found[1], int(found[2]), found[3]) if found else None
