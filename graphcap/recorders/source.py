@@ -16,6 +16,7 @@ _TRITON = find_spec("triton")
 _MACHINERY = (
     str(Path(torch.__file__).resolve().parent),
     str(_PACKAGE / "recorders"),
+    str(_PACKAGE / "lint"),
     str(_PACKAGE / "operations.py"),
     str(_PACKAGE / "manager.py"),
     str(_PACKAGE / "serving.py"),
@@ -33,7 +34,7 @@ def calling_line() -> str:
     """``file:line (function)`` of the innermost frame that is the step's own code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return "unknown line"
@@ -43,10 +44,11 @@ def raising_line(trace: TracebackType | None) -> str:
     """``file:line (function)`` of the innermost frame of the step's own code in a traceback."""
     found = "unknown line"
     for entry in traceback.extract_tb(trace):
-        if _is_users(entry.filename):
+        if is_users(entry.filename):
             found = f"{entry.filename}:{entry.lineno} ({entry.name})"
     return found
 
 
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Whether a file holds code of a step, not the machinery that runs it."""
     return not filename.startswith(_MACHINERY) and not filename.startswith("<frozen")
