@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 HIDDEN = "hidden_states"
 """Name of the step's only output: (rows, hidden size), the input of the language-model head."""
 
+NOT_SHOWN = "a model with a recurrent state is on the tape"
+"""Why its experts stay on vLLM's kernels: with those the tokens on an H200 were eager vLLM's, all of them;
+with graphcap's they parted from it where the best two were further apart than in a near-tie."""
+
 Forward = Callable[[], torch.Tensor]
 """The model's forward pass over the engine's buffers of one bucket."""
 
@@ -69,14 +73,15 @@ class EngineCapture:
         self.choice = choice
         self.settings = settings
         self.pool = BufferPool(device)
-        self.experts = PooledExperts(self.pool, settings, device)
+        self._recorder = common_recorder(settings.recorder, device)
+        self._hybrid = bool(getattr(vllm_config.model_config, "is_hybrid", False))
+        on_tape = self._hybrid and self._recorder.name == "tape" and settings.kernels == "auto"
+        self.experts = PooledExperts(self.pool, settings, device, NOT_SHOWN if on_tape else None)
         self.reporter = Reporter(choice, settings, vllm_config)
         self.failed: str | None = None
         self._watched_kinds: set[str] = set()
         self._model = model
         self._layers = vllm_config.compilation_config.static_forward_context
-        self._recorder = common_recorder(settings.recorder, device)
-        self._hybrid = bool(getattr(vllm_config.model_config, "is_hybrid", False))
         text = vllm_config.model_config.hf_text_config
         limits = (int(text.vocab_size), int(vllm_config.model_config.max_model_len))
         self.managers: dict[str, CaptureManager] = {}

@@ -41,19 +41,30 @@ _state = _ThreadState()
 class PooledExperts:
     """The pool and the kernels that the MoE layers of one model runner share.
 
+    Args:
+        why_not: why they stay on vLLM's kernels, whatever the settings say.
+
     Attributes:
         kernels: graphcap's; None: layers stay on vLLM's kernels, `why` says why.
         layers: what each layer that a step reached runs on, with the reason, counted.
     """
 
-    def __init__(self, pool: BufferPool, settings: Settings, device: torch.device) -> None:
+    def __init__(
+        self,
+        pool: BufferPool,
+        settings: Settings,
+        device: torch.device,
+        why_not: str | None = None,
+    ) -> None:
         self.pool = pool
         self.kernels: ExpertKernels | None = None
         self.layers: Counter[str] = Counter()
         self._seen: set[int] = set()
         self._ranges = nvtx_ranges(settings)
         wanted = settings.kernels
-        if wanted == "vllm":
+        if why_not is not None:
+            self.why = why_not
+        elif wanted == "vllm":
             self.why = "GRAPHCAP_KERNELS=vllm"
         elif wanted == "auto" and device.type != "cuda":
             self.why = f"vLLM's kernels are the faster ones on {device.type}"
