@@ -18,6 +18,7 @@ from environments import (
     wheel_environment,
 )
 from gather import Facts
+from gathered import folder_of_run, gathered_once
 
 
 @pytest.fixture(scope="session", params=WHEELS)
@@ -41,35 +42,42 @@ def _or_skip(build: Callable[[], Path]) -> Path:
 
 # -- scenarios in a wheel; see gather.py ---------------------------------------------------------
 
-_gathered: dict[str, dict[str, Any]] = {}
+
+def _scenarios(request: pytest.FixtureRequest, table: str) -> list[str]:
+    """What the test modules of this run name as `table`."""
+    modules = {getattr(item, "module", None) for item in request.session.items}
+    return sorted({getattr(module, table, None) for module in modules} - {None})
 
 
 @pytest.fixture(scope="module")
-def facts(request: pytest.FixtureRequest, wheel: tuple[str, Path]) -> Facts:
+def facts(
+    request: pytest.FixtureRequest,
+    wheel: tuple[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Facts:
     """Of the scenarios that the test module names as SCENARIOS.
 
     vLLM is imported once for all test modules of this run that name some.
     """
     version, python = wheel
-    name = request.module.SCENARIOS
-    if name not in _gathered.get(version, {}):
-        modules = (getattr(item, "module", None) for item in request.session.items)
-        wanted = {getattr(module, "SCENARIOS", None) for module in modules} - {None}
-        found = run_script(
-            python, HERE / "gather.py", *sorted(wanted), env=PRETEND_H200, timeout=600
-        )
-        _gathered[version] = found["scenarios"]
-    return Facts(version, _gathered[version][name])
+
+    def gather() -> dict[str, Any]:
+        wanted = _scenarios(request, "SCENARIOS")
+        found = run_script(python, HERE / "gather.py", *wanted, env=PRETEND_H200, timeout=600)
+        return found["scenarios"]
+
+    found = gathered_once(folder_of_run(tmp_path_factory), version, gather)
+    return Facts(version, found[request.module.SCENARIOS])
 
 
 @pytest.fixture(scope="module")
-def v0_facts(request: pytest.FixtureRequest) -> Facts:
+def v0_facts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Facts:
     """The same in the wheel of vLLM 0.6.3, of the scenarios named as V0_SCENARIOS."""
-    name = request.module.V0_SCENARIOS
-    if name not in _gathered.get(V0_WHEEL, {}):
-        python = _or_skip(lambda: wheel_environment(V0_WHEEL))
-        modules = (getattr(item, "module", None) for item in request.session.items)
-        wanted = {getattr(module, "V0_SCENARIOS", None) for module in modules} - {None}
-        found = run_script(python, HERE / "gather_v0.py", *sorted(wanted), timeout=600)
-        _gathered[V0_WHEEL] = found["scenarios"]
-    return Facts(V0_WHEEL, _gathered[V0_WHEEL][name])
+    python = _or_skip(lambda: wheel_environment(V0_WHEEL))
+
+    def gather() -> dict[str, Any]:
+        wanted = _scenarios(request, "V0_SCENARIOS")
+        return run_script(python, HERE / "gather_v0.py", *wanted, timeout=600)["scenarios"]
+
+    found = gathered_once(folder_of_run(tmp_path_factory), V0_WHEEL, gather)
+    return Facts(V0_WHEEL, found[request.module.V0_SCENARIOS])

@@ -217,7 +217,7 @@ def _once(name: str, key: Sequence[str], build: Callable[[Path], None]) -> Path:
         return target
     if target.name in _failures:
         raise _failures[target.name]
-    with _locked(cache / f"{target.name}.lock"):
+    with locked(cache / f"{target.name}.lock"):
         if target.is_dir():
             return target
         with tempfile.TemporaryDirectory(dir=cache, prefix=f"{name}-") as scratch:
@@ -231,7 +231,8 @@ def _once(name: str, key: Sequence[str], build: Callable[[Path], None]) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Alone among the processes that lock `path`; one that dies lets go."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
