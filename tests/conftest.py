@@ -7,6 +7,8 @@ import os
 # The models here are tiny: threads that wait for each other cost more than the work. What the tests
 # start inherits it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tables are as wide as the terminal, and pytest-xdist tells its processes how wide that is.
+os.environ.pop("COLUMNS", None)
 
 import pytest
 import torch

@@ -13,22 +13,25 @@ import torch
 
 LONGEST = (
     "hosts/vllm/test_cpu_engine.py",
-    "hosts/vllm/test_wheel_first_runner.py",  # gathers for all modules of its kind: see gathered.py
-    "hosts/vllm/test_wheel_063_decode.py",  # the same
     "hosts/vllm/test_environments.py",
     "cli/test_doctor_vllm.py",
-    "decode/test_parity_hybrid.py",
+    "hosts/vllm/test_wheel_first_runner.py",  # gathers for all modules of its kind: see gathered.py
+    "hosts/vllm/test_wheel_063_decode.py",  # the same
     "moe/test_triton_pairs.py",
-    "decode/test_ixformer_step.py",
+    "decode/test_parity_hybrid.py",
     "decode/test_ixformer_parity.py",
     "decode/test_parity.py",
-    "decode/test_many_tokens.py",
     "moe/test_triton_compiles.py",
+    "cli/test_decode_command.py",
+    "cli/test_top_command.py",
     "docs/test_prometheus.py",
+    "decode/test_ixformer_step.py",
+    "decode/test_many_tokens.py",
+    "cli/test_lint_command.py",
+    "docs/test_pages.py",
     "cli/report_page/test_browser.py",
-    "decode/test_hybrid_step.py",
-    "decode/test_decoder.py",
-    "decode/test_step.py",
+    "hosts/vllm/test_ahead.py",
+    "hosts/vllm/test_reporting.py",
 )
 """Files of ten seconds and more, the longest first; the others follow as collected. `--durations=50`
 shows when this has become wrong, which costs time and nothing else."""

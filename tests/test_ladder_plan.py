@@ -117,9 +117,9 @@ def test_ten_thousand_sizes_and_64_graphs_in_time():
     draw = random.Random(3)
     counts = {size: draw.randint(1, 10**6) for size in range(1, 10_001)}
     cost = CostModel.of_times({1: 5.0, 64: 5.4, 256: 7.0, 250: 7.2, 4096: 30.0, 10_000: 90.0})
-    started = time.perf_counter()
+    started = time.process_time()
     planned = plan_ladder(counts, max_batch=10_000, max_graphs=64, cost=cost)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert len(planned.buckets) == 64
     # Moving any one bucket by one size is no improvement.
     for index in range(63):

@@ -12,7 +12,7 @@ from graphcap.timing import least_ms
 
 def test_the_least_of_some_times_each_from_the_same_start():
     seen: list[str] = []
-    naps = iter((0.03, 0.001, 0.02))
+    naps = iter((0.15, 0.01, 0.12))
 
     def call() -> None:
         seen.append("call")
@@ -20,11 +20,11 @@ def test_the_least_of_some_times_each_from_the_same_start():
 
     def before() -> None:
         seen.append("before")
-        time.sleep(0.02)
+        time.sleep(0.1)
 
     took = least_ms(call, torch.device("cpu"), before=before)
     assert seen == ["before", "call"] * 3
-    assert 1 <= took < 20
+    assert 10 <= took < 100
 
 
 def test_what_fails_is_not_hidden():

@@ -42,6 +42,11 @@ def one_by_one() -> list[list[int]]:
     return [with_one.decode([prompt], TOKENS).token_ids[0] for prompt in PROMPTS]
 
 
+@functools.cache
+def one_by_one_until(ends: tuple[int, ...]) -> list[list[int]]:
+    return made(1, eos=ends).decode(PROMPTS[:4], TOKENS).token_ids
+
+
 @pytest.mark.parametrize("at_once", [2, 3, 8, TOKENS, 40])
 @pytest.mark.parametrize("count", [1, 3, 4, 5])
 def test_the_same_tokens_whatever_the_number_of_tokens_a_call(at_once: int, count: int) -> None:
@@ -61,20 +66,22 @@ def test_the_same_tokens_whatever_the_number_of_tokens_a_call(at_once: int, coun
 def test_sequences_end_at_end_of_sequence(
     at_once: int, looped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if looped:
-        monkeypatch.setattr("graphcap.life.select_recorder", lambda *_: LoopingRecorder())
-    for ends in (
+    every_end = (
         (one_by_one()[0][0],),  # with the first token
         (one_by_one()[1][4], one_by_one()[2][9]),
         tuple({ids[6] for ids in one_by_one()}),  # all, at different places
         (127,),
-    ):
+    )
+    for ends in every_end:
+        one_by_one_until(ends)  # by the usual recorder
+    if looped:
+        monkeypatch.setattr("graphcap.life.select_recorder", lambda *_: LoopingRecorder())
+    for ends in every_end:
         expected = []
         for ids in one_by_one()[:4]:
             end = next((i + 1 for i, token in enumerate(ids) if token in ends), TOKENS)
             expected.append(ids[:end])
-        single = made(1, eos=ends).decode(PROMPTS[:4], TOKENS)
-        assert single.token_ids == expected
+        assert one_by_one_until(ends) == expected
         decoder = made(at_once, eos=ends)
         before = decoder.manager.stats().steps
         assert decoder.decode(PROMPTS[:4], TOKENS).token_ids == expected
