@@ -92,8 +92,8 @@ class Fingerprint:
 
     A tensor that is resized or transposed where it lies keeps its identity and its address; its version
     tells of it, in one of four rounds. Copies of new values change the version too and are allowed: the
-    tensor is looked at once, and its new version is remembered. Tensors that steps write themselves at each run (a cache)
-    and inference tensors, which have no version, are looked at whenever all are.
+    tensor is looked at once, and its new version is remembered. Tensors that steps write themselves at
+    each run (a cache), and inference tensors, which have no version, are looked at when all are.
 
     Args:
         step, extra: see above.

@@ -60,6 +60,11 @@ def assign(holder: Any, name: str, value: Any) -> None:
     setattr(holder, name, value)
 
 
+def check(fingerprint: Fingerprint, times: int) -> None:
+    for _ in range(times):
+        fingerprint.check()
+
+
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object], str]] = {
     "parameter rebound": (
         Layer,
@@ -253,8 +258,7 @@ def test_a_tensor_that_changes_where_it_lies_is_found(
     if change == "data of another dtype":  # of which a version does not tell
         fingerprint.expect_change()
     with pytest.raises(StaleRecordingError, match=r"weights\[\d+\] has shape.*copy_"):
-        for _ in range(4 * (count // 8 + 2)):
-            fingerprint.check()
+        check(fingerprint, 4 * (count // 8 + 2))
     with pytest.raises(StaleRecordingError, match=r"weights\[\d+\] has shape"):
         fingerprint.check()
 
@@ -279,13 +283,11 @@ def test_new_values_in_place_are_looked_at_once(count: int, watch: Callable[...,
     assert looks == 1
     for _ in range(20):  # a cache, which every step writes
         weights[0].add_(1)
-        for _ in range(rounds):
-            fingerprint.check()
+        check(fingerprint, rounds)
     assert looks == 3  # twice, then its version is not asked any more
     weights[0].data = torch.zeros(2)
     with pytest.raises(StaleRecordingError, match=r"weights\[0\] has moved"):
-        for _ in range(rounds):
-            fingerprint.check()
+        check(fingerprint, rounds)
 
 
 def test_inference_tensors_are_watched(watch: Callable[..., Fingerprint]):
@@ -312,8 +314,7 @@ def test_a_module_that_is_converted_is_found_by_the_next_check(
         fingerprint.check()
     getattr(module, convert)()
     with pytest.raises(StaleRecordingError, match="has moved"):
-        for _ in range(2):  # a window may hold nothing but modules
-            fingerprint.check()
+        check(fingerprint, 2)  # a window may hold nothing but modules
 
 
 def test_assigned_parameter_is_found_at_once_among_many(watch: Callable[..., Fingerprint]):
