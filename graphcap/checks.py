@@ -67,23 +67,27 @@ def first_difference(
             a, b = a.float(), b.float()  # exactly; torch 2.1 cannot compare float8
         if torch.equal(a, b):
             continue
-        size = _difference(a, b)
+        size, wrong = _difference(a, b, allowed)
         worst = max(worst, size)
         if not size <= allowed:
-            wrong = (a != b).flatten(1).any(1) if a.dim() > 1 else a != b
-            return worst, Difference(name, int(wrong.nonzero()[0]), size, allowed)
+            rows = wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong.reshape(-1)
+            return worst, Difference(name, int(rows.nonzero()[0]), size, allowed)
     return worst, None
 
 
-def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest difference relative to the largest magnitude. What masks write (-1e9, the lowest float)
-    and is equal on both sides does not count as magnitude: it would make anything look small."""
+def _difference(
+    ours: torch.Tensor, theirs: torch.Tensor, allowed: float
+) -> tuple[float, torch.Tensor]:
+    """Largest difference relative to the largest magnitude, and which elements differ by more than
+    `allowed`. What masks write (-1e9, the lowest float) and is equal on both sides does not count as
+    magnitude: it would make anything look small."""
     if not ours.is_floating_point():
-        return float("inf")
+        return float("inf"), ours != theirs
     a, b = ours.double(), theirs.double()
     same = (a == b) | (a.isnan() & b.isnan())
-    gap = (a - b).masked_fill(same, 0).abs().max()
-    if not gap.isfinite():
-        return float("inf")
+    gap = (a - b).masked_fill(same, 0).abs()
     beside = b.isnan() | b.isinf() | (same & (b.abs() >= _MASK))
-    return float(gap / b.masked_fill(beside, 0).abs().max().clamp(min=1e-30))
+    relative = gap / b.masked_fill(beside, 0).abs().max().clamp(min=1e-30)
+    wrong = ~(relative <= allowed)
+    largest = gap.max()
+    return (float(relative.max()) if largest.isfinite() else float("inf")), wrong

@@ -72,7 +72,7 @@ class TapeTrace(StepGuard):
         )
 
     def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         before = [(tensor.data_ptr(), tensor.shape) for tensor in written]
         result = func(*args, **kwargs)
         self.inference = self.inference or any(
@@ -227,7 +227,8 @@ def dispatch_row(func: Any) -> str:
     return "copies" if packet in ("copy_", "_to_copy", "clone", "copy") else str(func)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that `func` writes into, as its schema says."""
     written: list[Any] = []
     for index, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info

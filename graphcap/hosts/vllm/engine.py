@@ -8,7 +8,7 @@ tokens). The model runner decides when a phase of the capture happens; see `capt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from graphcap.buckets import BucketLadder
 from graphcap.errors import StaleRecordingError, anchor_in
 from graphcap.explain import warn
+from graphcap.hosts.vllm.cache_places import cache_places
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.experts import PooledExperts
 from graphcap.hosts.vllm.inputs import EngineInputs
@@ -28,6 +29,7 @@ from graphcap.pool import BufferPool
 from graphcap.reachable import Watched, module_tensors, watch
 from graphcap.recorders.select import probe_capture
 from graphcap.settings import Settings
+from graphcap.written import Place
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class EngineCapture:
         self._model = model
         self._layers = vllm_config.compilation_config.static_forward_context
         self._recorder = common_recorder(settings.recorder, device)
+        self._cache_config = getattr(vllm_config, "cache_config", None)
         self._hybrid = bool(getattr(vllm_config.model_config, "is_hybrid", False))
         text = vllm_config.model_config.hf_text_config
         limits = (int(text.vocab_size), int(vllm_config.model_config.max_model_len))
@@ -92,6 +95,8 @@ class EngineCapture:
                     example=inputs.draw,
                     recorder=self._recorder,
                     watched=self._watched,
+                    written=self._written,
+                    agree=None if alone() else agreed,
                 )
 
     # -- capture ---------------------------------------------------------------------------------
@@ -175,12 +180,29 @@ class EngineCapture:
         notes = []
         if self._hybrid and self.settings.verify != "off":
             notes.append("not verified: a recurrent state would advance twice")
+            if self.settings.verify_every:
+                warn(
+                    logger,
+                    "verification",
+                    "GRAPHCAP_VERIFY=%d checks no replay of this engine: %s",
+                    self.settings.verify_every,
+                    "its model has a recurrent state, which running a step twice would advance twice",
+                )
         self.reporter.captured(self, reports, notes)
 
     # -- serving ---------------------------------------------------------------------------------
 
     def replay(self, kind: str, size: int, rows: int, forward: Forward) -> torch.Tensor | None:
-        """The hidden states of a bucket, or None where the step has to run eagerly (counted)."""
+        """The hidden states of a bucket, or None where the step has to run eagerly (counted).
+
+        With ``GRAPHCAP_VERIFY=N`` every N-th replay is held against `forward`. Where they differ, on this
+        rank or another, the hidden states are those of `forward`, and the bucket serves no more. Keys and
+        values are written twice to the same places; a recurrent state would advance twice, so the replays
+        of hybrid models are not checked.
+
+        Raises:
+            FallbackError, VerificationError: ``GRAPHCAP_STRICT=1``.
+        """
         manager = self.managers.get(kind)
         if manager is None or not manager.serves(size):
             why = None if manager is None else manager.failure_of(size)
@@ -194,7 +216,11 @@ class EngineCapture:
         except StaleRecordingError as error:
             self.fall_back(rows, "stale_recording", str(error), kind)
             return None
-        self.reporter.replayed(kind, size, rows)
+        if manager.serves(size):
+            self.reporter.replayed(kind, size, rows)
+        else:  # given up by this very step, which ran eagerly; the manager has counted it
+            reason = manager.reason_of(size) or "verification"
+            self.reporter.fell_back(reason, rows if kind == DECODE else None)
         return outputs[HIDDEN]
 
     def fall_back(self, rows: int, reason: str, remedy: str, kind: str = DECODE) -> None:
@@ -232,16 +258,32 @@ class EngineCapture:
                 found.append(Watched(f"{name}.cpu_linear", module, "cpu_linear", packed))
         for name, layer in self._layers.items():
             caches = getattr(layer, "kv_cache", None)
-            if isinstance(caches, torch.Tensor):
-                found.append(watch(f"the cache of {name}", layer, "kv_cache", caches))
-            elif isinstance(caches, (list, tuple)):
+            if isinstance(caches, (list, tuple)):
                 found.append(Watched(f"the caches of {name}", layer, "kv_cache", caches))
+        return found + [watch(*cache) for cache in self._caches()]
+
+    def _caches(self) -> list[tuple[str, Any, Any, torch.Tensor]]:
+        """Of each cache its name, its holder, its key there, the tensor."""
+        found: list[tuple[str, Any, Any, torch.Tensor]] = []
+        for name, layer in self._layers.items():
+            caches = getattr(layer, "kv_cache", None)
+            if isinstance(caches, torch.Tensor):
+                found.append((f"the cache of {name}", layer, "kv_cache", caches))
+            elif isinstance(caches, (list, tuple)):
                 found += [
-                    watch(f"the cache {number} of {name}", caches, number, cache)
+                    (f"the cache {number} of {name}", caches, number, cache)
                     for number, cache in enumerate(caches)
                     if isinstance(cache, torch.Tensor)
                 ]
         return found
+
+    def _written(self, slots: Mapping[str, torch.Tensor]) -> list[Place]:
+        return cache_places(
+            [(name, cache) for name, _, _, cache in self._caches()],
+            slots,
+            getattr(self._cache_config, "num_gpu_blocks", None),
+            getattr(self._cache_config, "block_size", None),
+        )
 
 
 def _as_dispatched(choice: Choice, buckets: Iterable[tuple[str, int]]) -> Choice:
