@@ -160,10 +160,10 @@ class BucketCapture:
         try:
             yield
         except AnotherRankFailed as error:
-            text = f"bucket {size}: {error}"
-            self.drop(size, Failure("rank_failed", text))
+            elsewhere = VerificationError(f"bucket {size}: {error}")
+            self.drop(size, Failure("rank_failed", str(elsewhere)))
             if self._strict:
-                raise VerificationError(text) from error
+                raise elsewhere from error
         except Exception as error:
             failure: Exception = error
             if not isinstance(error, GraphcapError):

@@ -35,7 +35,7 @@ class Mismatch:
         elsewhere: it was another rank's replay; here both were equal.
     """
 
-    error: Exception
+    error: VerificationError
     outputs: Mapping[str, torch.Tensor]
     elsewhere: bool = False
 
@@ -89,13 +89,15 @@ class BothRuns:
         """
         rows, what = self._inputs.rows, f"bucket {size} with {self._inputs.rows} rows"
         places = self._places(rows)
-        before, held = self._state.save(), Contents(places)
-        recording.replay()
-        replayed = self.outcome(recording, rows)
-        after, written = self._state.save(), Contents(places)
+        after = before = self._state.save()
+        written = held = Contents(places)
+        replayed: dict[str, torch.Tensor] = {}
         both: Both | None = None
         try:
             try:
+                recording.replay()
+                replayed = self.outcome(recording, rows)
+                after, written = self._state.save(), Contents(places)
                 # What is not in `state` stays as the replay left it: a step that depends on more is found.
                 self._state.restore(before)
                 outputs = self.eagerly(eager)
@@ -120,7 +122,7 @@ class BothRuns:
                 written.put()
                 with torch.inference_mode():
                     for name, output in recording.outputs.items():
-                        if distinct(output):
+                        if name in replayed and distinct(output):
                             output[:rows].copy_(replayed[name])
 
     def _judged(

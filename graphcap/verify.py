@@ -165,7 +165,7 @@ class Verifier:
         if agreed:
             return None
         text = f"bucket {size}: a replay differed from the eager step on another rank"
-        return Mismatch(AnotherRankFailed(text), both.outputs, elsewhere=True)
+        return Mismatch(VerificationError(text), both.outputs, elsewhere=True)
 
     def check_loop(self, recording: Recording, loop: Loop, size: int) -> None:
         """Hold a loop against replays one by one, on a fresh batch without padding.
