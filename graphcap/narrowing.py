@@ -95,6 +95,8 @@ class Narrowing:
             seen = [
                 Witnessed(w.name, w.line, tuple(t.clone() for t in w.results)) for w in witness.seen
             ]
+            if any(tensor.is_cuda for w in seen for tensor in w.results):
+                torch.cuda.synchronize()
         finally:
             recording.close()
         return seen, witness.end
