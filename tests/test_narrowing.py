@@ -287,7 +287,7 @@ def test_witness_keeps_what_operations_write_and_changes_nothing():
         y = torch.empty(2, 3)
         y[:, :2] = x[:, :2] * 2
         x.add_(1)
-        return {"x": x, "y": y[:, :2]}
+        return {"x": x, "y": y[:, :2], "z": y.neg()[:, :2]}
 
     witness = StepWitness(0, 2**20, ())
     found = witness.around(step)()
@@ -298,6 +298,8 @@ def test_witness_keeps_what_operations_write_and_changes_nothing():
     assert torch.equal(named["output 'y'"].results[0], plain["y"])
     assert all(seen.line.startswith(__file__) for seen in witness.seen if seen.line)
     assert witness.end == len(witness.seen)
+    (flipped,) = (seen.results[0] for seen in witness.seen if seen.name == "aten.neg.default")
+    assert flipped[:, 2].isnan().all()  # where nothing was written: else whatever lay there
     assert not any("empty" in seen.name or "view" in seen.name for seen in witness.seen)
 
 

@@ -65,15 +65,14 @@ class Ranks:
                 found[rank] = work(rank)
             except BaseException as error:
                 found[rank] = error
-                if isinstance(error, threading.BrokenBarrierError):
-                    raise
 
         threads = [threading.Thread(target=as_rank, args=(rank,)) for rank in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(3 * PATIENCE)
-        assert not any(isinstance(f, threading.BrokenBarrierError) for f in found), "a rank waited"
+        waited = [self._steps.broken, self._votes.broken]
+        assert waited == [False, False]
         return found
 
 
@@ -113,7 +112,9 @@ class ChangesPads(TapeRecorder):
 
         def replay() -> None:
             right()
-            recording.outputs["y"].add_(self.manager().inputs["x"][bucket - 1])
+            inputs = self.manager().inputs
+            if inputs.rows < bucket:
+                recording.outputs["y"].add_(inputs["x"][bucket - 1])
 
         recording.replay = replay  # type: ignore[method-assign]
         return recording
@@ -179,7 +180,8 @@ def test_a_rank_that_feels_padding_does_not_leave_the_other_waiting():
     ranks, made, _ = two([TapeRecorder(CPU), ChangesPads(lambda: managers[1])])
     managers += made
     ranks.run(lambda rank: managers[rank].capture())
-    assert set(managers[0].stats().failures) == set(managers[1].stats().failures) != set()
+    # Its real rows equal those of the unpadded step, so it is not to blame.
+    assert [manager.stats().failures for manager in managers] == [{}, {}]
 
 
 def test_a_rank_that_differs_while_serving_takes_the_other_along():
