@@ -105,9 +105,8 @@ class CapturePhases(OneCaller):
             strict=self.settings.strict,
         )
         self._unwatched_note: str | None = None
-        self._verified = 0
-        self._turns = 0  # steps that a recording was asked to serve, where replays are checked
-        self._writes_report = False  # a host that goes through the phases itself writes its own
+        self._verified = self._turns = 0  # replays that were checked; steps asked of recordings
+        self._writes_report = False
 
     # -- the phases, one bucket at a time --------------------------------------------------------
 

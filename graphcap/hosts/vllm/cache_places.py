@@ -1,11 +1,13 @@
-"""Where a decode step writes in vLLM's key-value caches, so that verification can compare it."""
+"""vLLM's weights and key-value caches: what must stay in place, and where a decode step writes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
+from graphcap.reachable import Watched, module_tensors, watch
 from graphcap.written import Place
 
 
@@ -34,3 +36,37 @@ def cache_places(
         if len(dims) == 1 and cache.device == index.device:
             places.append(Place(name, cache, index, dims[0]))
     return places
+
+
+def watched_of(model: torch.nn.Module, layers: Mapping[str, Any]) -> list[Watched]:
+    """What recordings of `model` point at: parameters, buffers, packed weights, and caches.
+
+    Args:
+        layers: by name, those that have a cache: an engine's ``static_forward_context``.
+    """
+    found = module_tensors(model)
+    for name, module in model.named_modules():
+        packed = vars(module).get("cpu_linear")  # holds what vLLM made of the weights for a CPU
+        if packed is not None:
+            found.append(Watched(f"{name}.cpu_linear", module, "cpu_linear", packed))
+    for name, layer in layers.items():
+        caches = getattr(layer, "kv_cache", None)
+        if isinstance(caches, (list, tuple)):
+            found.append(Watched(f"the caches of {name}", layer, "kv_cache", caches))
+    return found + [watch(*cache) for cache in caches_of(layers)]
+
+
+def caches_of(layers: Mapping[str, Any]) -> list[tuple[str, Any, Any, torch.Tensor]]:
+    """Of each cache its name, its holder, its key there, the tensor."""
+    found: list[tuple[str, Any, Any, torch.Tensor]] = []
+    for name, layer in layers.items():
+        caches = getattr(layer, "kv_cache", None)
+        if isinstance(caches, torch.Tensor):
+            found.append((f"the cache of {name}", layer, "kv_cache", caches))
+        elif isinstance(caches, (list, tuple)):
+            found += [
+                (f"the cache {number} of {name}", caches, number, cache)
+                for number, cache in enumerate(caches)
+                if isinstance(cache, torch.Tensor)
+            ]
+    return found

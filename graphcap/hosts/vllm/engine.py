@@ -18,15 +18,21 @@ import torch
 from graphcap.buckets import BucketLadder
 from graphcap.errors import StaleRecordingError, anchor_in
 from graphcap.explain import warn
-from graphcap.hosts.vllm.cache_places import cache_places
+from graphcap.hosts.vllm.cache_places import cache_places, caches_of, watched_of
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.experts import PooledExperts
 from graphcap.hosts.vllm.inputs import EngineInputs
-from graphcap.hosts.vllm.ranks import agreed, alone, common_recorder, no_vote_on_error
+from graphcap.hosts.vllm.ranks import (
+    agreed,
+    alone,
+    common_recorder,
+    leave_graph_buffers_alone,
+    no_vote_on_error,
+)
 from graphcap.hosts.vllm.reporting import Reporter
 from graphcap.manager import CaptureManager
 from graphcap.pool import BufferPool
-from graphcap.reachable import Watched, module_tensors, watch
+from graphcap.reachable import Watched
 from graphcap.recorders.select import probe_capture
 from graphcap.settings import Settings
 from graphcap.written import Place
@@ -138,7 +144,7 @@ class EngineCapture:
     def give_up(self, why: str) -> None:
         """Drop every recording on this rank; from here on every step is vLLM's own."""
         self.failed = why
-        _leave_graph_buffers_alone()
+        leave_graph_buffers_alone()
         warn(
             logger,
             anchor_in(why, "nothing-recorded"),
@@ -195,10 +201,9 @@ class EngineCapture:
     def replay(self, kind: str, size: int, rows: int, forward: Forward) -> torch.Tensor | None:
         """The hidden states of a bucket, or None where the step has to run eagerly (counted).
 
-        With ``GRAPHCAP_VERIFY=N`` every N-th replay is held against `forward`. Where they differ, on this
-        rank or another, the hidden states are those of `forward`, and the bucket serves no more. Keys and
-        values are written twice to the same places; a recurrent state would advance twice, so the replays
-        of hybrid models are not checked.
+        With ``GRAPHCAP_VERIFY=N`` every N-th replay is held against `forward`, but for hybrid models, whose
+        recurrent state would advance twice. Where they differ, on any rank, the hidden states are those of
+        `forward`, and the bucket serves no more.
 
         Raises:
             FallbackError, VerificationError: ``GRAPHCAP_STRICT=1``.
@@ -251,35 +256,11 @@ class EngineCapture:
         return step
 
     def _watched(self) -> Sequence[Watched]:
-        found = module_tensors(self._model)
-        for name, module in self._model.named_modules():
-            packed = vars(module).get("cpu_linear")  # holds what vLLM made of the weights for a CPU
-            if packed is not None:
-                found.append(Watched(f"{name}.cpu_linear", module, "cpu_linear", packed))
-        for name, layer in self._layers.items():
-            caches = getattr(layer, "kv_cache", None)
-            if isinstance(caches, (list, tuple)):
-                found.append(Watched(f"the caches of {name}", layer, "kv_cache", caches))
-        return found + [watch(*cache) for cache in self._caches()]
-
-    def _caches(self) -> list[tuple[str, Any, Any, torch.Tensor]]:
-        """Of each cache its name, its holder, its key there, the tensor."""
-        found: list[tuple[str, Any, Any, torch.Tensor]] = []
-        for name, layer in self._layers.items():
-            caches = getattr(layer, "kv_cache", None)
-            if isinstance(caches, torch.Tensor):
-                found.append((f"the cache of {name}", layer, "kv_cache", caches))
-            elif isinstance(caches, (list, tuple)):
-                found += [
-                    (f"the cache {number} of {name}", caches, number, cache)
-                    for number, cache in enumerate(caches)
-                    if isinstance(cache, torch.Tensor)
-                ]
-        return found
+        return watched_of(self._model, self._layers)
 
     def _written(self, slots: Mapping[str, torch.Tensor]) -> list[Place]:
         return cache_places(
-            [(name, cache) for name, _, _, cache in self._caches()],
+            [(name, cache) for name, _, _, cache in caches_of(self._layers)],
             slots,
             getattr(self._cache_config, "num_gpu_blocks", None),
             getattr(self._cache_config, "block_size", None),
@@ -327,14 +308,3 @@ def row_slots(context: Any) -> torch.Tensor | None:
     if not isinstance(mapping, dict):
         return None
     return next((slots for slots in mapping.values() if slots.dtype == torch.int64), None)
-
-
-def _leave_graph_buffers_alone() -> None:
-    """Keep vLLM from exchanging the all-reduce buffers of graphs that are gone: at the end of its capture
-    context the ranks pair them by index, and after a failure on one rank their numbers differ."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    communicator = getattr(get_tp_group(), "device_communicator", None)
-    custom = getattr(communicator, "ca_comm", None)
-    if custom is not None and hasattr(custom, "register_graph_buffers"):
-        custom.register_graph_buffers = lambda: None
