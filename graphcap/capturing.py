@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphcap.census import Census
-from graphcap.errors import CaptureError, GraphcapError, anchor_in
+from graphcap.comparing import AnotherRankFailed
+from graphcap.errors import CaptureError, GraphcapError, VerificationError, anchor_in
 from graphcap.explain import warn
 from graphcap.inputs import NUM_ROWS, Inputs
 from graphcap.recorders.base import BoundStep, Recorder, Recording
@@ -158,6 +159,11 @@ class BucketCapture:
         """A failure inside costs bucket `size` and nothing else, unless fallbacks are errors."""
         try:
             yield
+        except AnotherRankFailed as error:
+            elsewhere = VerificationError(f"bucket {size}: {error}")
+            self.drop(size, Failure("rank_failed", str(elsewhere)))
+            if self._strict:
+                raise elsewhere from error
         except Exception as error:
             failure: Exception = error
             if not isinstance(error, GraphcapError):

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _REMEDIES = {
     "above_max_batch": "raise max_batch (and the ladder), or limit the batch to it",
     "not_recorded": "see the WARNING of capture() and stats().failures for why",
+    "rank_failed": "see the log of the other ranks for what differed there",
     "verification": "see the WARNING of capture() and stats().failures for what differed",
 }
 

@@ -38,6 +38,7 @@ class Watched:
         value: a tensor, or an object through which one is reached (a module, a list of weights).
         address: of a tensor; None for other objects.
         storage: keeps the recorded memory alive, whatever becomes of the tensor.
+        geometry: shape, strides and dtype of a dense tensor: it can be resized or transposed in place.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Watched:
     value: Any
     address: int | None = None
     storage: Any = None
+    geometry: tuple[Any, ...] | None = None
 
     def finder(self) -> Callable[[], Any]:
         """Looks the value up where it was found; runs in C. Raises where the place is gone."""
@@ -71,6 +73,9 @@ class Watched:
             return f"is another {kind} now, expected the one"
         if self.address is not None and self.value.data_ptr() != self.address:
             return "has moved to another address, expected the tensor"
+        if self.geometry is not None and _geometry(self.value) != self.geometry:
+            shape, strides, dtype = _geometry(self.value) or ((), (), None)
+            return f"has shape {shape}, strides {strides} and {dtype} now, expected the tensor"
         return None
 
     def recorded(self) -> str:
@@ -84,7 +89,15 @@ class Watched:
 
 
 def watch(name: str, holder: Any, key: Any, tensor: torch.Tensor) -> Watched:
-    return Watched(name, holder, key, tensor, tensor.data_ptr(), tensor.untyped_storage())
+    return Watched(
+        name, holder, key, tensor, tensor.data_ptr(), tensor.untyped_storage(), _geometry(tensor)
+    )
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    if tensor.layout != torch.strided:
+        return None
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def module_tensors(root: torch.nn.Module) -> list[Watched]:

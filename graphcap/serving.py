@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 
-from graphcap.errors import InputError, StateError
-from graphcap.life import CaptureLife, Served
+from graphcap.capturing import Failure
+from graphcap.errors import InputError, StaleRecordingError, StateError, VerificationError
+from graphcap.explain import warn
+from graphcap.life import CaptureLife
 from graphcap.many import ManySteps
 from graphcap.recorders.base import BoundStep, Recording
 from graphcap.ring import Many
+from graphcap.served import Served
+
+logger = logging.getLogger(__name__)
 
 
 class Serving(CaptureLife):
@@ -59,10 +65,11 @@ class Serving(CaptureLife):
                     self._steady = None
                     self._fallback.run({} if index else batch, count, reason)
             return many.buffer_of(count).result(steps, count)
+        due = self._due(steps)
         self._prepare(count, batch)
         many.buffer.begin(steps, count)
-        self._serve_many(many, served, count, steps)
-        self._steady = (served, count)
+        self._serve_many(many, served, count, steps, due)
+        self._steady = None if served.recording is None else (served, count)
         return many.buffer.result(steps, count)
 
     def _must_be_recorded(self, what: str) -> None:
@@ -89,26 +96,76 @@ class Serving(CaptureLife):
             self._many.anew()
         return self._fallback.run(batch, count, reason)
 
-    def _serve(
-        self, served: Served, recording: Recording, count: int, eager: BoundStep | None
-    ) -> None:
-        every = self.settings.verify_every
-        # A replay whose check failed is not counted, so the next run is checked again.
-        if every and eager is not None and (self._replays + 1) % every == 0:
-            self._verifier.check_live(recording, eager, served.size)
-            self._verified += 1
-        else:
-            recording.replay()
-        served.replays += 1
-        served.batches[count] = served.batches.get(count, 0) + 1
+    def _due(self, steps: int = 1) -> bool:
+        """Whether a replay of the next `steps` is to be held against eager (``GRAPHCAP_VERIFY=N``).
 
-    def _serve_many(self, many: ManySteps, served: Served, count: int, steps: int) -> None:
+        Called once a step, before anything can go wrong with it: ranks that run the step together count
+        alike. They also agree that all of them can replay, as each runs the step twice.
+        """
+        every = self.settings.verify_every
+        if not every:
+            return False
+        before, self._turns = self._turns, self._turns + steps
+        if before % every + steps < every:
+            return False
+        if self._agree is None:
+            return True
+        assert self._fingerprint is not None
+        self._fingerprint.expect_change()
+        try:
+            self._fingerprint.check()
+        except StaleRecordingError:  # raised again by whoever is about to replay
+            self._agree(False)
+            return False
+        return self._agree(True)
+
+    def _serve(self, served: Served, recording: Recording, count: int) -> None:
+        recording.replay()
+        self._count(served, count, 1)
+
+    def _serve_checked(
+        self, served: Served, recording: Recording, count: int, eager: BoundStep
+    ) -> Mapping[str, torch.Tensor] | None:
+        """Replay, and hold it against `eager`.
+
+        Returns:
+            None; where they differ the eager step's outputs, of all rows: the bucket is given up.
+
+        Raises:
+            VerificationError: they differ and fallbacks are errors.
+        """
+        found = self._verifier.check_live(recording, eager, served.size)
+        if found is None:
+            self._verified += 1
+            self._count(served, count, 1)
+            return None
+        size, text = served.size, str(found.error)
+        self._drop(size, Failure("rank_failed" if found.elsewhere else "verification", text))
+        if self.settings.strict:
+            raise VerificationError(f"{text}; GRAPHCAP_STRICT=1 forbids to go on eagerly")
+        warn(
+            logger,
+            "verification",
+            "while serving, %s; this step has the eager step's result, and batches of bucket %d run "
+            "eagerly from here on",
+            text,
+            size,
+        )
+        self._fallback.count(count, "rank_failed" if found.elsewhere else "verification")
+        return found.outputs
+
+    @staticmethod
+    def _count(served: Served, count: int, steps: int) -> None:
+        served.replays += steps
+        served.batches[count] = served.batches.get(count, 0) + steps
+
+    def _serve_many(
+        self, many: ManySteps, served: Served, count: int, steps: int, due: bool
+    ) -> None:
         recording = served.recording
         assert recording is not None
-        every = self.settings.verify_every
-        if every and self._replays % every + steps >= every:  # one of them is to be checked
-            for _ in range(steps):
-                self._serve(served, recording, count, self._bound(served.size))
+        if due:
+            self._serve_many_checked(served, recording, count, steps)
             return
         loop = many.loops.get(served.size)
         if loop is not None:
@@ -117,8 +174,20 @@ class Serving(CaptureLife):
             replay = recording.replay
             for _ in range(steps):
                 replay()
-        served.replays += steps
-        served.batches[count] = served.batches.get(count, 0) + steps
+        self._count(served, count, steps)
+
+    def _serve_many_checked(
+        self, served: Served, recording: Recording, count: int, steps: int
+    ) -> None:
+        """One by one, those that are to be checked against the eager step."""
+        every, turn = self.settings.verify_every, self._turns - steps
+        for index in range(steps):
+            if served.recording is None:  # given up in this call
+                self._fallback.run({}, count, self._captured.failures[served.size].reason)
+            elif (turn + index + 1) % every:
+                self._serve(served, recording, count)
+            else:
+                self._serve_checked(served, recording, count, self._bound(served.size))
 
     def _prepare(self, count: int, batch: Mapping[str, torch.Tensor] | None) -> None:
         """Make sure that what was recorded is in place, and bring the batch in."""
@@ -137,10 +206,16 @@ class Serving(CaptureLife):
         batch: Mapping[str, torch.Tensor] | None = None,
         settles: bool = True,
     ) -> Mapping[str, torch.Tensor]:
+        due = self._due()
         self._prepare(count, batch)
         recording = served.recording
         assert recording is not None
-        self._serve(served, recording, count, self._bound(served.size))
+        if due:
+            outputs = self._serve_checked(served, recording, count, self._bound(served.size))
+            if outputs is not None:
+                return MappingProxyType({name: t[:count] for name, t in outputs.items()})
+        else:
+            self._serve(served, recording, count)
         self._steady = (served, count) if settles else None
         views = served.views.get(count)
         if views is None:

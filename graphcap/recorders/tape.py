@@ -287,6 +287,7 @@ def dispatch_row(func: Any) -> str:
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that `func` writes into, as its schema says."""
     written: list[Any] = []
     for index, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info

@@ -62,7 +62,7 @@ def test_sequences_end_at_end_of_sequence(
     at_once: int, looped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if looped:
-        monkeypatch.setattr("graphcap.life.select_recorder", lambda *_: LoopingRecorder())
+        monkeypatch.setattr("graphcap.phases.select_recorder", lambda *_: LoopingRecorder())
     for ends in (
         (one_by_one()[0][0],),  # with the first token
         (one_by_one()[1][4], one_by_one()[2][9]),
