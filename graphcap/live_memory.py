@@ -83,12 +83,14 @@ class Block(NamedTuple):
     Attributes:
         live: a tensor has it. Otherwise it is free, or will be once the device is done with it.
         pool: the pool that its segment belongs to.
+        filled: what was asked for ends where the block ends; else it was rounded up.
     """
 
     start: int
     end: int
     live: bool
     pool: PoolId
+    filled: bool = True
 
 
 class AllocatorState:
@@ -111,7 +113,8 @@ class AllocatorState:
             for block in segment["blocks"]:
                 end = start + int(block["size"])
                 live = block["state"] == "active_allocated"
-                self._blocks.append(Block(start, end, live, pool))
+                filled = block.get("requested_size", block["size"]) == block["size"]
+                self._blocks.append(Block(start, end, live, pool, filled))
                 start = end
         self._starts = [block.start for block in self._blocks]
 

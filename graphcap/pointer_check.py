@@ -51,8 +51,10 @@ class Word(NamedTuple):
     Attributes:
         node: index into `GraphAddresses.nodes`.
         argument: which of the kernel's; or the role in a copy or memset.
-        offset: bytes from the argument's beginning.
+        offset: bytes from the argument's beginning; of a copy or memset, of the last byte it touches.
         size: of the argument, in bytes; 8: it is this word.
+        may_be_end: it was found where a block begins and the one before it ends, of which the node has an
+            address too: it may be the end of that one.
     """
 
     node: int
@@ -60,11 +62,17 @@ class Word(NamedTuple):
     offset: int
     size: int
     address: int
+    may_be_end: bool = False
 
     @property
     def is_whole(self) -> bool:
         """Whether it is an argument by itself, and so was set by whoever launched the kernel."""
         return self.size == 8
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it is no address of a node, but where a copy or memset ends."""
+        return isinstance(self.argument, str) and self.offset > 0
 
     @property
     def is_set(self) -> bool:
@@ -238,7 +246,8 @@ def check(addresses: GraphAddresses, memory: Memory, before: AllocatorState | No
         if owner is None:
             suspects.append(word)
             continue
-        owners[owner] += 1
+        if not word.is_end:
+            owners[owner] += 1
         beside.setdefault(word.node, []).append(address)
         if owner in (UNNAMED, DRIVER):
             loose.append(word)
@@ -266,7 +275,7 @@ def check(addresses: GraphAddresses, memory: Memory, before: AllocatorState | No
         unsure=tuple(unsure[:SHOWN]),
         not_checked=dict(addresses.unread),
     )
-    loose = [w for w in loose if not _ends_there(w, memory, beside[w.node])]
+    loose = [w._replace(may_be_end=_ends_there(w, memory, beside[w.node])) for w in loose]
     return Findings(faults, unsure, report, loose)
 
 
@@ -284,7 +293,8 @@ def _judged(
             f"bytes of torch's allocator, which the next tensor gets"
         )
         if before is None:
-            return word.is_set, f"{state}; it was in use when the recording was made"
+            certain = word.is_set and not word.may_be_end
+            return certain, f"{state}; it was in use when the recording was made"
         was = before.block_of(address)
         had = was is not None and was.live and was.pool != memory.pool
         began_there = had and was is not None and was.start == address
@@ -309,7 +319,9 @@ def _ends_there(word: Word, memory: Memory, beside: Iterable[int]) -> bool:
     if isinstance(word.argument, str) or block is None or block.start != word.address:
         return False
     last = memory.state.block_of(word.address - 1)
-    return last is not None and any(last.start <= other < last.end for other in beside)
+    return (
+        last is not None and last.filled and any(last.start <= other < last.end for other in beside)
+    )
 
 
 def _place(addresses: GraphAddresses, word: Word) -> str:

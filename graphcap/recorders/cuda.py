@@ -262,7 +262,7 @@ class CudaRecorder(Recorder):
         if addresses is not None:
             addresses.made(self._pool, pinned)
             try:
-                addresses.check(bucket, self.named, self._watch.look())
+                addresses.check(bucket, self.named)
             except CaptureError:
                 made.close()
                 raise

@@ -223,7 +223,7 @@ def _extent(
     if start >= _LOWEST:
         found.words.append(Word(node, role, 0, 8, start))
         if last != start:
-            found.words.append(Word(node, f"end of the {role}", 0, 8, last))
+            found.words.append(Word(node, f"end of the {role}", last - start, 8, last))
 
 
 def _packed_start(extra: int) -> int:

@@ -62,23 +62,31 @@ class PointerWatch:
 
     def began(self) -> RecordedPointers:
         """A recording is about to begin."""
-        return RecordedPointers(self, self.look())
+        pointers = RecordedPointers(self)
+        pointers.begin()
+        return pointers
 
 
 class RecordedPointers:
-    """The addresses of one graph. Call `read` at the end of its capture, `made` after it, then `check`.
+    """The addresses of one graph. Call `begin` before its capture, `read` at its end, `made` after it, then
+    `check`.
 
     Attributes:
         report: of the first check, with what a later one found.
     """
 
-    def __init__(self, watch: PointerWatch, before: AllocatorState | None) -> None:
+    def __init__(self, watch: PointerWatch) -> None:
         self.report = PointerReport()
         self._watch = watch
-        self._before = before
+        self._before: AllocatorState | None = None
         self._addresses: GraphAddresses | None = None
         self._pool: PoolId = (-1, -1)
         self._kept: list[Range] = []
+
+    def begin(self) -> None:
+        """The capture is about to begin."""
+        with self._timed():
+            self._before = self._watch.look()
 
     def read(self, graph: Any, operations: Sequence[tuple[int, int, str]] = ()) -> None:
         """Read `graph`, which is being captured or is kept. Never raises: what cannot be read is in the
@@ -98,11 +106,8 @@ class RecordedPointers:
                     self._addresses.operations = operations
                 except BackendError as error:
                     self.not_read(str(error.args[0]))
-                except (
-                    AttributeError,
-                    TypeError,
-                    ValueError,
-                ) as error:  # bindings unlike those known
+                except (AttributeError, TypeError, ValueError) as error:
+                    # Bindings unlike those known: no reason to lose the recording.
                     self.not_read(f"the graph cannot be read: {error!r}")
 
     def made(self, pool: PoolId, storages: Iterable[torch.UntypedStorage]) -> None:
@@ -118,12 +123,12 @@ class RecordedPointers:
             for s in storages
         ]
 
-    def check(self, bucket: int, named: Sequence[Range], now: AllocatorState | None) -> None:
+    def check(self, bucket: int, named: Sequence[Range], now: AllocatorState | None = None) -> None:
         """Resolve every address; from the second time on those whose memory nobody known keeps alive.
 
         Args:
             named: memory that is known by name.
-            now: what `PointerWatch.look` gave after the capture.
+            now: what `PointerWatch.look` gave after the capture; None: it is asked.
 
         Raises:
             DanglingPointerError: names node, kernel, argument and what is nearest.
@@ -132,6 +137,7 @@ class RecordedPointers:
         if addresses is None or reader is None:
             return
         with self._timed():
+            now = now or self._watch.look()
             if now is None:
                 self._unchecked(NO_SNAPSHOT)
                 return
