@@ -294,17 +294,18 @@ def _judged(
         )
         if before is None:
             certain = word.is_set and not word.may_be_end
-            return certain, f"{state}; it was in use when the recording was made"
+            return certain, f"{state}: it was in use when the recording was made"
         was = before.block_of(address)
         had = was is not None and was.live and was.pool != memory.pool
         began_there = had and was is not None and was.start == address
         if not began_there and _ends_there(word, memory, beside):
             return None
-        when = "in use" if had else "free already"
-        return whole or had, f"{state}; it was {when} when the recording began"
+        if had:
+            return True, f"{state}: it was in use when the recording began"
+        return whole, f"{state}: it was free already when the recording began"
     if before is None:
-        state = "in use when the recording was made, which neither torch's allocator nor the driver knows"
-        return word.is_set, f"{address:#x}, {state} now"
+        state = "which neither torch's allocator nor the driver knows now"
+        return word.is_set, f"{address:#x}, {state}: it was in use when the recording was made"
     if memory.is_gone(address):
         return whole, f"{address:#x}, which torch's allocator has given back to the driver"
     if whole and memory.earlier.spans(address) and not memory.is_on_host(address):
@@ -363,7 +364,8 @@ def _host_maps() -> Callable[[int], bool]:
     ranges = []
     for line in lines:
         span, access, *_ = line.split(maxsplit=2)
-        if access[:3] != "---":  # reserved only, as addresses of a device are
+        # Addresses of a device are only reserved, or belong to its driver.
+        if access[:3] != "---" and "/dev/nvidia" not in line:
             start, end = span.split("-")
             ranges.append(Range(int(start, 16), int(end, 16)))
     mapped = RangeMap(ranges)

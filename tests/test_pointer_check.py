@@ -103,7 +103,7 @@ def test_what_was_freed_while_it_was_recorded_is_a_fault_in_an_argument_of_any_s
     where = "argument 1" if size == 8 else f"argument 1 at byte {size - 8} of {size}"
     assert fault == (
         f"node 1 (kernel k), {where}: expected the address of live memory, found {BASE + MIB + 16:#x}, 16 "
-        f"bytes into a free block of 1048576 bytes of torch's allocator, which the next tensor gets; it was "
+        f"bytes into a free block of 1048576 bytes of torch's allocator, which the next tensor gets: it was "
         f"in use when the recording began (nearest is step.weight, 17 bytes before)"
     )
 

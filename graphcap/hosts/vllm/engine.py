@@ -178,17 +178,14 @@ class EngineCapture:
         if self._pointers_checked or self.failed is not None:
             return
         self._pointers_checked = True
-        for kind, manager in self.managers.items():
-            with no_vote_on_error():
-                lost = manager.check_pointers()
-            if not agreed(not lost) and not alone():
-                why = (
-                    manager.failure_of(lost[0])
-                    if lost
-                    else "a pointer check failed on another rank"
-                )
-                self.give_up(f"{kind}: {why}")
-                return
+        with no_vote_on_error():
+            why = [
+                f"bucket {size} ({kind}): {manager.failure_of(size)}"
+                for kind, manager in self.managers.items()
+                for size in manager.check_pointers()
+            ]
+        if not agreed(not why) and not alone():
+            self.give_up(why[0] if why else "the check of pointers failed on another rank")
 
     def finish(self) -> None:
         self._check_pointers()

@@ -11,8 +11,8 @@ SCENARIOS = "scenarios.ranks"
 
 def test_ranks_that_agree_replay(facts: Facts):
     found = facts["two ranks agree"]
-    # Which recorder, then recorded 3 + 5 buckets, verified 5 and timed them.
-    assert found["votes"] == [1] * 19
+    # Which recorder, then recorded 3 + 5 buckets, checked pointers, verified 5 and timed them.
+    assert found["votes"] == [1] * 20
     assert all_equal(found["steps"])
     assert found["replays"] == 3
     assert found["warnings"] == []
@@ -54,6 +54,16 @@ def test_two_processes_agree_over_gloo(facts: Facts):
         assert found["fallbacks"] == {"rank_failed": 3}
     assert "bucket 4 (decode): the recording failed on another rank" in healthy["warnings"][0]
     assert "this operation cannot be recorded" in failed["warnings"][0]
+
+
+def test_a_pointer_that_dangles_on_one_rank_ends_recording_on_all(facts: Facts):
+    healthy, dangling = facts["a rank with a dangling pointer"]
+    for found in (healthy, dangling):
+        assert all_equal(found["steps"])
+        assert found["replays"] == 0
+        assert found["fallbacks"] == {"rank_failed": 3}
+    assert "the check of pointers failed on another rank" in healthy["warnings"][0]
+    assert "node 7 (kernel k), argument 0" in dangling["warnings"][0]
 
 
 @pytest.mark.parametrize("pair", ["cuda cuda", "cuda tape", "tape tape"])
