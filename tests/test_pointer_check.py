@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import time
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from graphcap.pointer_check import (
     Node,
     PointerReport,
     Word,
+    _host_maps,
     check,
     not_checked_note,
 )
@@ -291,3 +293,11 @@ def test_the_note_says_why_and_is_none_where_all_was_checked():
     two = PointerReport(3, 1, not_checked={"no driver": 1, "too old": 1})
     note = not_checked_note([one, None, two])
     assert note == "not every pointer of the graphs was checked: no driver; too old"
+
+
+def test_the_maps_of_this_process_tell_what_is_its_own():
+    held = ctypes.create_string_buffer(64)
+    on_host = _host_maps()
+    assert on_host(ctypes.addressof(held))
+    assert not on_host(8)
+    assert not on_host(1 << 60)

@@ -93,11 +93,14 @@ class RecordedPointers:
         report.
 
         Args:
+            graph: its handle; None: it could not be had.
             operations: see `GraphAddresses`.
         """
         with self._timed():
             if self._watch.reader is None:
                 self.not_read(NO_BINDINGS)
+            elif graph is None:
+                self.not_read("the driver does not show the graph that is captured")
             elif self._before is None:
                 self.not_read(NO_SNAPSHOT)
             else:
