@@ -78,6 +78,7 @@ class GraphDriver:
         offsets: list[int] | None = None,
         library: bool = False,
         packed: bool = False,
+        scattered: bool = False,
     ) -> Any:
         """A node of a kernel with these parameters, each behind the one before at a multiple of its size,
         at most 8."""
@@ -91,9 +92,15 @@ class GraphDriver:
         base = -(-ctypes.addressof(block) // 8) * 8
         for (start, size), data in zip(places, parameters, strict=True):
             ctypes.memmove(base + start, data, size)
+        starts = [base + start for start, _ in places]
+        if scattered:  # each parameter in memory of its own
+            copies = [ctypes.create_string_buffer(data, len(data)) for data in parameters]
+            starts = [ctypes.addressof(copy) for copy in copies]
+            self._alive += copies
+            ctypes.memset(base, 0, end)
         handle = 0x1000 + len(self._kernels)
         self._kernels[handle] = (name.encode(), places)
-        pointers = (ctypes.c_uint64 * max(len(places), 1))(*(base + start for start, _ in places))
+        pointers = (ctypes.c_uint64 * max(len(places), 1))(*starts)
         size = ctypes.c_uint64(end)
         extra = (ctypes.c_uint64 * 5)(1, base, 2, ctypes.addressof(size), 0)
         self._alive += [block, pointers, size, extra]

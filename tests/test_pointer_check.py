@@ -24,6 +24,7 @@ from graphcap.pointer_check import (
     check,
     not_checked_note,
 )
+from graphcap.recorders.base import garbage_collection_held
 from graphcap.recorders.graph_pointers import PointerReader
 
 COMMON, OWN, OTHER = (0, 0), (0, 5), (0, 6)
@@ -258,7 +259,7 @@ def test_no_live_address_is_ever_named_and_no_freed_one_passes(before, now, offs
 
 
 def test_a_graph_of_1100_nodes_is_read_and_checked_within_50_ms():
-    """With the driver's calls in Python. The least of five: other work shares the machine."""
+    """The work of the processor, since others share the machine; collection is held, as in a capture."""
     driver = GraphDriver()
     kernels = [
         driver.kernel(
@@ -271,12 +272,13 @@ def test_a_graph_of_1100_nodes_is_read_and_checked_within_50_ms():
     now = AllocatorState(blocks)
     names = [Range(BASE + (i << 20), BASE + (i << 20) + MIB, f"w{i}", "named") for i in range(1000)]
     took = []
-    for _ in range(5):
-        started = time.perf_counter()
-        addresses = PointerReader(driver).read(nodes)
-        used = Memory(now, OWN, RangeMap(names), (), RangeMap(), lambda a: None)
-        findings = check(addresses, used, now)
-        took.append((time.perf_counter() - started) * 1e3)
+    with garbage_collection_held():
+        for _ in range(5):
+            started = time.process_time()
+            addresses = PointerReader(driver).read(nodes)
+            used = Memory(now, OWN, RangeMap(names), (), RangeMap(), lambda a: None)
+            findings = check(addresses, used, now)
+            took.append((time.process_time() - started) * 1e3)
     assert findings.report.pointers_checked == 8800
     assert min(took) < 50, took
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from graphcap.errors import BackendError
@@ -110,33 +111,27 @@ class PointerReader:
         function = int(params.func) or int(params.kern)
         if function not in kernels:
             kernels[function] = self._described(params)
-        name, layout = kernels[function]
-        where = len(found.nodes)
-        found.nodes.append(Node(path, f"kernel {name}"))
+        kernel: _Kernel = kernels[function]
         pointers, packed = int(params.kernelParams or 0), int(params.extra or 0)
-        if not layout:
+        if not kernel.offsets:
             if pointers:
                 raise BackendError("the driver names no parameters of a kernel that was given some")
-            return
-        if pointers:
-            places = (ctypes.c_uint64 * len(layout)).from_address(pointers)
+            values: Sequence[int] = ()
+        elif pointers:
+            places = kernel.places_at(pointers)
+            joined = places == [places[0] + offset for offset in kernel.offsets]
+            values = kernel.values(places[0]) if joined else kernel.scattered(places)
         elif packed:
-            start = _packed_start(packed)
-            places = [start + offset for offset, _ in layout]  # type: ignore[assignment]
+            values = kernel.values(_packed_start(packed))
         else:
             raise BackendError("a kernel node has no parameters, its kernel has")
-        for argument, ((offset, size), place) in enumerate(zip(layout, places, strict=True)):
-            skipped = -offset % 8  # an address lies at a multiple of eight of the whole block
-            count = (size - skipped) // 8
-            if count <= 0:
-                continue
-            values = struct.unpack(f"{count}Q", ctypes.string_at(place + skipped, count * 8))
-            for turn, value in enumerate(values):
-                if _LOWEST <= value < _HIGHEST:
-                    found.words.append(Word(where, argument, skipped + turn * 8, size, value))
+        where = len(found.nodes)
+        found.nodes.append(Node(path, f"kernel {kernel.name}"))
+        for value, word in zip(values, kernel.words, strict=True):
+            if _LOWEST <= value < _HIGHEST:
+                found.words.append(Word(where, *word, value))
 
-    def _described(self, params: Any) -> tuple[str, list[tuple[int, int]]]:
-        """Name of a node's kernel, and offset and size of each of its parameters."""
+    def _described(self, params: Any) -> _Kernel:
         if int(params.func):
             name = self._ask("cuFuncGetName", params.func)
             layout = self._layout("cuFuncGetParamInfo", params.func)
@@ -144,7 +139,7 @@ class PointerReader:
             name = self._ask("cuKernelGetName", params.kern)
             layout = self._layout("cuKernelGetParamInfo", params.kern)
         text = name.decode() if isinstance(name, bytes) else str(name)
-        return text if len(text) <= _NAME_LENGTH else f"{text[:_NAME_LENGTH]}…", layout
+        return _Kernel(text if len(text) <= _NAME_LENGTH else f"{text[:_NAME_LENGTH]}…", layout)
 
     def _layout(self, function: str, kernel: Any) -> list[tuple[int, int]]:
         call = getattr(self._driver, function, None)
@@ -206,6 +201,46 @@ class PointerReader:
         if error != self._driver.CUresult.CUDA_SUCCESS:
             raise BackendError(f"{function} failed: {error}")
         return results[0] if len(results) == 1 else results
+
+
+class _Kernel:
+    """A kernel and the layout of its parameter block.
+
+    Attributes:
+        offsets: of the parameters in the block.
+        words: argument, offset in it and size of it, of each word of the block that may be an address.
+    """
+
+    def __init__(self, name: str, layout: list[tuple[int, int]]) -> None:
+        self.name = name
+        self.offsets = [offset for offset, _ in layout]
+        self.words: list[tuple[int, int, int]] = []
+        picked = []
+        for argument, (offset, size) in enumerate(layout):
+            # An address lies at a multiple of eight of the whole block.
+            for at in range(-offset % 8, size - 7, 8):
+                self.words.append((argument, at, size))
+                picked.append((offset + at) // 8)
+        self._count = max((index + 1 for index in picked), default=0)
+        self._places = ctypes.c_uint64 * len(layout)
+        self._block = struct.Struct(f"{self._count}Q")
+        self._picked = picked if picked != list(range(self._count)) else None
+
+    def places_at(self, pointers: int) -> list[int]:
+        """Where each parameter lies, by the array of pointers at `pointers`."""
+        return list(self._places.from_address(pointers))
+
+    def values(self, block: int) -> Sequence[int]:
+        """The values of `words`, of a block that lies at `block` in one piece."""
+        values = self._block.unpack(ctypes.string_at(block, self._count * 8))
+        return values if self._picked is None else [values[index] for index in self._picked]
+
+    def scattered(self, places: list[int]) -> Sequence[int]:
+        """The values of `words`, of parameters that lie apart."""
+        return [
+            ctypes.c_uint64.from_address(places[argument] + at).value
+            for argument, at, _ in self.words
+        ]
 
 
 def _extent(

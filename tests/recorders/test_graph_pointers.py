@@ -26,11 +26,11 @@ def taken(found):
 
 
 @pytest.mark.parametrize("library", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-def test_each_parameter_is_read_where_the_driver_says_it_lies(library, packed):
+@pytest.mark.parametrize("kept", [{}, {"packed": True}, {"scattered": True}], ids=str)
+def test_each_parameter_is_read_where_the_driver_says_it_lies(library, kept):
     driver = GraphDriver()
     node = driver.kernel(
-        "add", words(A), ints(7), words(B), words(3, C, A), library=library, packed=packed
+        "add", words(A), ints(7), words(B), words(3, C, A), library=library, **kept
     )
     found = read(driver, node)
     assert taken(found) == [(0, 0, 0, 8, A), (0, 2, 0, 8, B), (0, 3, 8, 24, C), (0, 3, 16, 24, A)]
@@ -44,6 +44,8 @@ def test_words_are_taken_where_an_address_may_lie_and_nowhere_else():
     data = ints(1) + words(A) + ints(2)
     node = driver.kernel("odd", ints(9), data, offsets=[0, 4])
     assert taken(read(driver, node)) == [(0, 1, 4, 16, A)]
+    node = driver.kernel("odd", ints(9), data, offsets=[0, 4], scattered=True)
+    assert taken(read(driver, node)) == [(0, 1, 4, 16, A)]
     # At offset 8 the same address is across two words, where no compiler puts one.
     node = driver.kernel("packed", data, offsets=[8])
     assert A not in [w.address for w in read(driver, node).words]
@@ -54,7 +56,8 @@ def test_words_are_taken_where_an_address_may_lie_and_nowhere_else():
 @given(st.lists(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=5), max_size=6), st.data())
 def test_no_address_of_any_parameter_is_missed(values, data):
     driver = GraphDriver()
-    node = driver.kernel("any", *(words(*parameter) for parameter in values))
+    scattered = data.draw(st.booleans())
+    node = driver.kernel("any", *(words(*parameter) for parameter in values), scattered=scattered)
     expected = [
         (0, index, turn * 8, 8 * len(parameter), value)
         for index, parameter in enumerate(values)
