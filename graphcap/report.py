@@ -14,9 +14,9 @@ import torch
 
 from graphcap import __version__
 from graphcap.census import Census
+from graphcap.graph_addresses import PointerReport
 from graphcap.lifetimes import PoolLayout
 from graphcap.operations import KernelChoice
-from graphcap.pointer_check import PointerReport
 
 
 @dataclass(frozen=True)

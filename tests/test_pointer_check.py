@@ -12,18 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pointer_fakes import GraphDriver, ints, segment, words
 
+from graphcap.graph_addresses import GraphAddresses, Node, PointerReport, Word
 from graphcap.live_memory import AllocatorState, Range, RangeMap
-from graphcap.pointer_check import (
-    DriverRange,
-    GraphAddresses,
-    Memory,
-    Node,
-    PointerReport,
-    Word,
-    _host_maps,
-    check,
-    not_checked_note,
-)
+from graphcap.pointer_check import DriverRange, Memory, _host_maps, check, not_checked_note
 from graphcap.recorders.base import garbage_collection_held
 from graphcap.recorders.graph_pointers import PointerReader
 

@@ -11,8 +11,8 @@ import torch
 
 from graphcap.census import Census
 from graphcap.errors import BackendError, CaptureError
+from graphcap.graph_addresses import PointerReport
 from graphcap.live_memory import Range
-from graphcap.pointer_check import PointerReport
 
 BoundStep = Callable[[], Mapping[str, torch.Tensor]]
 """A step bound to the slots of one bucket: runs on the device, returns its outputs."""

@@ -13,8 +13,8 @@ import torch
 from graphcap.census import Call, Census
 from graphcap.errors import BackendError, CaptureError, StateError
 from graphcap.explain import warn
+from graphcap.graph_addresses import PointerReport
 from graphcap.operations import Operation
-from graphcap.pointer_check import PointerReport
 from graphcap.recorders.base import (
     BoundStep,
     Loop,

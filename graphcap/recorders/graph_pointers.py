@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphcap.errors import BackendError
+from graphcap.graph_addresses import GraphAddresses, Node, Word
 from graphcap.live_memory import Range
-from graphcap.pointer_check import DriverRange, GraphAddresses, Node, Word
+from graphcap.pointer_check import DriverRange
 
 _LOWEST, _HIGHEST = 1 << 20, 1 << 57
 """No device memory lies outside: neither small integers nor masks are addresses."""

@@ -14,16 +14,9 @@ from typing import Any
 import torch
 
 from graphcap.errors import BackendError, DanglingPointerError
+from graphcap.graph_addresses import SHOWN, GraphAddresses, PointerReport
 from graphcap.live_memory import AllocatorState, PoolId, Range, RangeMap
-from graphcap.pointer_check import (
-    KEPT,
-    SHOWN,
-    Findings,
-    GraphAddresses,
-    Memory,
-    PointerReport,
-    check,
-)
+from graphcap.pointer_check import KEPT, Findings, Memory, check
 from graphcap.recorders.graph_pointers import PointerReader
 
 logger = logging.getLogger(__name__)

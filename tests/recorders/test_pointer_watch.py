@@ -22,8 +22,8 @@ from graphcap import (
     StaticInputs,
 )
 from graphcap.errors import CaptureError, DanglingPointerError
+from graphcap.graph_addresses import PointerReport
 from graphcap.live_memory import Range
-from graphcap.pointer_check import PointerReport
 from graphcap.recorders.pointer_watch import NO_BINDINGS, NO_SNAPSHOT, PointerWatch, named_ranges
 from graphcap.recorders.tape import TapeRecorder
 
