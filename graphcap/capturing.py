@@ -81,8 +81,27 @@ class BucketCapture:
             census = recording.census()
             self.recordings[size] = recording
             self.reports[size] = BucketReport(
-                size, census.total, census.allocations, recording.nbytes, took
+                size,
+                census.total,
+                census.allocations,
+                recording.nbytes,
+                took,
+                pointers=recording.pointers,
             )
+
+    def check_pointers(self) -> tuple[int, ...]:
+        """Give up buckets whose recordings point at memory that was freed since they were made.
+
+        Returns:
+            Those buckets.
+        """
+        dangling = self._recorder.dangling(self.recordings)
+        for size, error in dangling.items():
+            with self._costs_only(size, "not_recorded", "recorded"):
+                raise error
+        for size, recording in self.recordings.items():
+            self.reports[size] = replace(self.reports[size], pointers=recording.pointers)
+        return tuple(dangling)
 
     def verify(
         self,

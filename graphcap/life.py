@@ -86,6 +86,7 @@ class CaptureLife(CapturePhases):
     def _restart(self) -> None:
         self._captured = self._new_capture()
         self._state, self._seconds, self._unwatched_note = "new", 0.0, None
+        self._pointers_checked = False
 
     def _write_report(self, served: ManagerStats | None) -> None:
         path = self.settings.report

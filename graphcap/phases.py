@@ -16,11 +16,14 @@ from graphcap.drawing import Drawing, Example
 from graphcap.errors import LadderError, StateError
 from graphcap.fallback import Fallback
 from graphcap.inputs import Inputs
+from graphcap.live_memory import Range
 from graphcap.many import ManySteps, Step
 from graphcap.one_caller import OneCaller
+from graphcap.pointer_check import not_checked_note
 from graphcap.pool import BufferPool
 from graphcap.reachable import Watched, reachable
 from graphcap.recorders.base import BoundStep, Recorder, garbage_collection_held
+from graphcap.recorders.pointer_watch import named_ranges
 from graphcap.recorders.select import select_recorder
 from graphcap.report import CaptureReport
 from graphcap.ring import Ring
@@ -92,6 +95,8 @@ class CapturePhases(OneCaller):
         self._agree = agree
         self._seconds = 0.0
         self._before: Sequence[Watched] | None = None
+        self._named: Sequence[Range] = ()
+        self._pointers_checked = False
         self._captured = self._new_capture()
         self._served: dict[int, Served] = {size: Served(size) for size in self.ladder}
         self._steady: tuple[Served, int] | None = None  # the last run was a replay of so many rows
@@ -136,6 +141,7 @@ class CapturePhases(OneCaller):
                 self.pool.freeze(self.settings.pool_mib)
             self._state = "frozen"
             self._before = self._found()
+            self._named = self._known()
 
     def record(self, size: int, step: BoundStep | None = None) -> bool:
         """Record bucket `size`; from the largest down, so that smaller ones find memory there.
@@ -144,8 +150,21 @@ class CapturePhases(OneCaller):
             Whether there is a recording now; `failure_of` says why not.
         """
         with self._phase("record()", ("frozen",)):
+            self.recorder.named = self._named
+            self.recorder.checks_pointers = self.settings.verify != "off"
             self._captured.record(size, self._bound(size, step))
             return size in self._captured.recordings
+
+    def check_pointers(self) -> tuple[int, ...]:
+        """Look once more whether the recordings point at live memory: what only the preparation of a
+        bucket held is gone by now. After all are recorded and before the first is replayed; where a host
+        does not ask for it, the phase that comes next begins with it.
+
+        Returns:
+            The buckets that this costs.
+        """
+        with self._phase("check_pointers()", ("frozen",)):
+            return self._look_again()
 
     def verify(self, size: int, step: BoundStep | None = None) -> None:
         """Hold bucket `size` against `step` run eagerly; see `Verifier`. After all are recorded.
@@ -247,7 +266,26 @@ class CapturePhases(OneCaller):
             watched, apart = self._fingerprint.watched, (*pinned.values(), *own)
             in_place = InPlace(watched, apart, self.inputs.device, self._written)
             self._verifier.compare_in_place(in_place)
+            self._look_again()
         return self._fingerprint
+
+    def _look_again(self) -> tuple[int, ...]:
+        if self._pointers_checked:
+            return ()
+        self._pointers_checked = True
+        self.recorder.named = self._named
+        return self._captured.check_pointers()
+
+    def _known(self) -> Sequence[Range]:
+        """The memory that a recording may use, by name."""
+        inputs = [*self.inputs.pinned.items(), *(("slots", t) for t in self.inputs.owned)]
+        watched = [(w.name, w.value) for w in self._before or () if w.address is not None]
+        state = [("state or ring", tensor) for tensor in self._state_of_step.tensors]
+        return (
+            *named_ranges(inputs, "slots"),
+            *named_ranges([("pool arena", self.pool.arena)], "pool"),
+            *named_ranges([*watched, *state], "named"),
+        )
 
     def _new_capture(self) -> BucketCapture:
         return BucketCapture(
@@ -293,6 +331,7 @@ class CapturePhases(OneCaller):
             self.recorder.why,
             *self._verifier.notes,
             self._unwatched_note,
+            not_checked_note(bucket.pointers for bucket in self._captured.reports.values()),
             None if self._many is None else self._many.note,
         )
         return report_of(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from graphcap.census import Census
-from graphcap.errors import BackendError
+from graphcap.errors import BackendError, CaptureError
+from graphcap.graph_addresses import PointerReport
+from graphcap.live_memory import Range
 
 BoundStep = Callable[[], Mapping[str, torch.Tensor]]
 """A step bound to the slots of one bucket: runs on the device, returns its outputs."""
@@ -43,11 +45,14 @@ class Recording(ABC):
         nbytes: memory that making this recording took, measured, in bytes.
         pinned: storages that the step reads or writes and that it did not make itself (slots, pool,
             weights, caches): kept alive as long as the recording.
+        pointers: of the check of a graph's addresses; None: there is no graph, or it was not asked for.
+            The entries of a tape hold tensors, and so keep alive what they point at.
     """
 
     outputs: Mapping[str, torch.Tensor]
     nbytes: int
     pinned: tuple[torch.UntypedStorage, ...]
+    pointers: PointerReport | None = None
 
     @abstractmethod
     def replay(self) -> None:
@@ -89,6 +94,11 @@ class Recorder(ABC):
     is kept alive. Of many like recordings (the buckets of a large model) the first is enough, by a host
     that keeps the model alive itself; the others then take half the time. A tape always watches."""
 
+    checks_pointers: bool = True
+    """Whether a captured graph's addresses are held against live memory before the graph is replayed."""
+    named: Sequence[Range] = ()
+    """Memory that is known by name, for messages of that check and its report. Set it before."""
+
     repeatable: bool = False
     """Whether its recordings keep what `Recording.repeated` needs, where torch can. Set it before."""
 
@@ -104,6 +114,18 @@ class Recorder(ABC):
             CaptureError: names the operation, the source line and the cure. The device is usable
                 and what the attempt took is given back.
         """
+
+    def dangling(self, recordings: Mapping[int, Recording]) -> Mapping[int, CaptureError]:
+        """Look again at what recordings point at and nobody known keeps alive, for the last time: after
+        all are made and before the first is replayed.
+
+        Args:
+            recordings: by bucket; of this recorder.
+
+        Returns:
+            Of those that point at memory which has been freed since they were made.
+        """
+        return {}
 
     def close(self) -> None:
         """Give back what the recordings shared. Idempotent."""

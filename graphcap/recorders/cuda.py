@@ -13,6 +13,7 @@ import torch
 from graphcap.census import Call, Census
 from graphcap.errors import BackendError, CaptureError, StateError
 from graphcap.explain import warn
+from graphcap.graph_addresses import PointerReport
 from graphcap.operations import Operation
 from graphcap.recorders.base import (
     BoundStep,
@@ -26,6 +27,7 @@ from graphcap.recorders.graph_nodes import GraphReader
 from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.loop import GraphLoop, LoopDriver
 from graphcap.recorders.loop_probe import keeps_graphs, kept_graph, probe_loops, raw_stream
+from graphcap.recorders.pointer_watch import PointerWatch, RecordedPointers
 from graphcap.recorders.probe import TorchCapture, end_allocation_to, run_probe
 from graphcap.recorders.source import raising_line
 from graphcap.recorders.tape import dispatch_row, storage_key, tensors_in
@@ -39,6 +41,8 @@ class CaptureTrace(StepGuard):
     def __init__(self, device: torch.device, stream: int, reader: GraphReader | None) -> None:
         super().__init__(device, replays_live=False)
         self.calls: list[Call] = []
+        self.spans: list[tuple[int, int, str]] = []
+        """First node, end and name of each operation that made nodes."""
         self._stream = stream
         self._reader = reader
         self._graph: Any = None
@@ -83,9 +87,21 @@ class CaptureTrace(StepGuard):
         count = self._count()
         return Census((), 0, None if count is None else {"node": count})
 
+    def read_pointers(self, pointers: RecordedPointers | None) -> None:
+        """Of the capture so far; asked for at its end."""
+        if pointers is not None:
+            try:
+                graph = None if self._reader is None else self._handle()
+            except BackendError as error:
+                pointers.not_read(str(error.args[0]))
+            else:
+                pointers.read(graph, self.spans)
+
     def _append(self, name: str, implementation: str, before: int | None) -> None:
         after = self._count()
         made = None if after is None or before is None else after - before
+        if before is not None and after is not None:
+            self.spans.append((before, after, name))
         if made != 0:  # views and allocations make no node and are no operation
             self.calls.append(Call(name, implementation, nodes=made))
 
@@ -114,8 +130,10 @@ class CudaRecording(Recording):
         nbytes: int,
         device: torch.device,
         kept: bool = False,
+        addresses: RecordedPointers | None = None,
     ) -> None:
         self._device = device
+        self.addresses = addresses
         self._kept = kept
         self.outputs = outputs
         self.nbytes = nbytes
@@ -129,6 +147,10 @@ class CudaRecording(Recording):
 
     def census(self) -> Census:
         return self._census
+
+    @property
+    def pointers(self) -> PointerReport | None:  # type: ignore[override]
+        return None if self.addresses is None else self.addresses.report
 
     def repeated(self, left: torch.Tensor, live: torch.Tensor) -> Loop:
         probe = probe_loops(self._device)
@@ -158,6 +180,8 @@ class CudaRecording(Recording):
             self._graph = None
             self.outputs = {}
             self.pinned = ()
+            if self.addresses is not None:
+                self.addresses.forget()
             del self.replay  # the method above answers from here on
 
 
@@ -187,6 +211,7 @@ class CudaRecorder(Recorder):
         except BackendError as error:
             warn(logger, "graph-nodes", "graph nodes are not counted: %s", error)
             self._reader = None
+        self._watch = PointerWatch(None if self._reader is None else self._reader.driver)
 
     def warm_up(self, step: BoundStep) -> Mapping[str, torch.Tensor]:
         current = torch.cuda.current_stream(self.device)
@@ -205,6 +230,8 @@ class CudaRecorder(Recorder):
         with garbage_collection_held():
             torch.cuda.synchronize(self.device)
             if not self._settled:  # warm-up left blocks that no capture can use
+                if self.checks_pointers:
+                    self._watch.look()  # what is given back now was memory, later checks know
                 torch.cuda.empty_cache()
                 self._settled = True
             free_before, _ = torch.cuda.mem_get_info(self.device)
@@ -212,12 +239,13 @@ class CudaRecorder(Recorder):
                 # torch does not take a pool again whose graphs are all gone.
                 self._pool = torch.cuda.graph_pool_handle()
             kept = self.repeatable and keeps_graphs()
+            addresses = self._watch.began() if self.checks_pointers else None
             graph = kept_graph() if kept else torch.cuda.CUDAGraph()
             try:
                 for generator in self.generators:
                     if generator.device.type == "cuda":
                         graph.register_generator_state(generator)
-                outputs, pinned, census = self._capture(graph, step, kept)
+                outputs, pinned, census = self._capture(graph, step, kept, addresses)
             except BaseException as error:
                 line = raising_line(error.__traceback__)
                 # What the step had allocated is held by its frames until they are cleared.
@@ -229,12 +257,36 @@ class CudaRecorder(Recorder):
             torch.cuda.synchronize(self.device)
             free_after, _ = torch.cuda.mem_get_info(self.device)
         nbytes = max(0, free_before - free_after)
-        made = CudaRecording(graph, outputs, pinned, census, nbytes, self.device, kept)
+        made = CudaRecording(graph, outputs, pinned, census, nbytes, self.device, kept, addresses)
         self._made.add(made)
+        if addresses is not None:
+            addresses.made(self._pool, pinned)
+            try:
+                addresses.check(bucket, self.named)
+            except CaptureError:
+                made.close()
+                raise
         return made
 
+    def dangling(self, recordings: Mapping[int, Recording]) -> Mapping[int, CaptureError]:
+        found: dict[int, CaptureError] = {}
+        kept = {s: r.addresses for s, r in recordings.items() if isinstance(r, CudaRecording)}
+        now = self._watch.look() if any(kept.values()) else None
+        for size, addresses in kept.items():
+            if addresses is not None:
+                try:
+                    addresses.check(size, self.named, now)
+                except CaptureError as error:
+                    found[size] = error
+                addresses.forget()
+        return found
+
     def _capture(
-        self, graph: torch.cuda.CUDAGraph, step: BoundStep, kept: bool
+        self,
+        graph: torch.cuda.CUDAGraph,
+        step: BoundStep,
+        kept: bool,
+        addresses: RecordedPointers | None,
     ) -> tuple[Mapping[str, torch.Tensor], tuple[torch.UntypedStorage, ...], Census]:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), torch.no_grad(), autocast_casts_not_kept():
@@ -248,6 +300,7 @@ class CudaRecorder(Recorder):
             else:
                 outputs = dict(step())
                 census = trace.count_only()
+            trace.read_pointers(addresses)
             graph.capture_end()
             if kept:
                 graph.instantiate()  # torch puts it off to the first replay

@@ -88,6 +88,7 @@ class EngineCapture:
         self.reporter = Reporter(choice, settings, vllm_config)
         self.failed: str | None = None
         self._watched_kinds: set[str] = set()
+        self._pointers_checked = False
         self._model = model
         self._layers = vllm_config.compilation_config.static_forward_context
         self._cache_config = getattr(vllm_config, "cache_config", None)
@@ -169,6 +170,7 @@ class EngineCapture:
     def verify(self, kind: str, size: int, forward: Forward) -> None:
         """Hold a bucket against its eager step. Every rank must come here for the same bucket: one that
         differs on one rank is given up on all."""
+        self._check_pointers()
         manager = self.managers[kind]
         if manager.failure_of(size) is not None:
             return
@@ -186,7 +188,23 @@ class EngineCapture:
                     manager.drop(size, "rank_failed", f"bucket {size}: it differed on another rank")
                 return
 
+    def _check_pointers(self) -> None:
+        """Once, when all is recorded: a recording that points at freed memory on one rank ends recording
+        on all of them. Every rank must come here."""
+        if self._pointers_checked or self.failed is not None:
+            return
+        self._pointers_checked = True
+        with no_vote_on_error():
+            why = [
+                f"bucket {size} ({kind}): {manager.failure_of(size)}"
+                for kind, manager in self.managers.items()
+                for size in manager.check_pointers()
+            ]
+        if not agreed(not why) and not alone():
+            self.give_up(why[0] if why else "the check of pointers failed on another rank")
+
     def finish(self) -> None:
+        self._check_pointers()
         reports = {kind: manager.finish() for kind, manager in self.managers.items()}
         notes = []
         if self._hybrid and self.settings.verify != "off":

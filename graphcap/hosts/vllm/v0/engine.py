@@ -122,6 +122,8 @@ class DecodeEngine:
                 for size in sizes:
                     if self.failed is None:
                         self._record(size)
+            if self.failed is None:
+                self._check_pointers()
             if self.settings.verify != "off":
                 for size in sizes:
                     if self.failed is None:
@@ -136,6 +138,12 @@ class DecodeEngine:
             made = self.manager.record(size)
         self._recorder.watched = self._recorder.watched and not made  # one watched graph is enough
         self._hear_others(size, made)
+
+    def _check_pointers(self) -> None:
+        """A recording that points at freed memory on one rank ends recording on all of them."""
+        with no_vote_on_error():
+            lost = self.manager.check_pointers()
+        self._hear_others(lost[0] if lost else self.most, not lost)
 
     def _verify(self, size: int) -> None:
         if not self._is_recorded(size):
