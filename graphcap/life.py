@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -24,9 +25,10 @@ from graphcap.fallback import Fallback
 from graphcap.inputs import Inputs
 from graphcap.many import ManySteps
 from graphcap.operations import current_observer
+from graphcap.output_views import Served
 from graphcap.pool import BufferPool
 from graphcap.reachable import Watched, reachable
-from graphcap.recorders.base import BoundStep, Recorder, Recording, garbage_collection_held
+from graphcap.recorders.base import BoundStep, Recorder, garbage_collection_held
 from graphcap.recorders.select import select_recorder
 from graphcap.report import CaptureReport, ManagerStats
 from graphcap.ring import Ring
@@ -42,28 +44,6 @@ tuple of `graphcap.operations.KernelChoice` for the report."""
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, of how many, what comes next) while capture() works."""
-
-
-class Served:
-    """A bucket: its recording, what it has served so far, the views it returns by row count."""
-
-    __slots__ = ("batches", "recording", "replays", "size", "views")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.recording: Recording | None = None
-        self.replays = 0
-        self.batches: dict[int, int] = {}
-        """Real rows -> replays."""
-        self.views: dict[int, Mapping[str, torch.Tensor]] = {}
-
-    @property
-    def rows(self) -> int:
-        return sum(rows * replays for rows, replays in self.batches.items())
-
-    @property
-    def padding_rows(self) -> int:
-        return self.replays * self.size - self.rows
 
 
 class CaptureLife:
@@ -93,6 +73,11 @@ class CaptureLife:
         self.settings = Settings.from_env() if settings is None else settings
         self.pool = BufferPool(inputs.device) if pool is None else pool
         self.ladder = ladder or BucketLadder.parse(self.settings.buckets, inputs.max_batch)
+        if not isinstance(self.ladder, BucketLadder):
+            raise LadderError(
+                f"ladder: expected a BucketLadder, found {self.ladder!r}; "
+                f"BucketLadder(sizes, max_batch={inputs.max_batch}) makes one"
+            )
         if self.ladder.max_batch != inputs.max_batch:
             raise LadderError(
                 f"the ladder ends at {self.ladder.max_batch} and the slots have "
@@ -205,7 +190,7 @@ class CaptureLife:
                 for size, loop in self._many.loops.items():
                     self._captured.add_bytes(size, loop.nbytes)
             for size, recording in self._captured.recordings.items():
-                self._served[size].recording = recording
+                self._served[size].serve(recording)
         with self._alone("finish()"):
             self._report = self._reported(self._seconds)
             self._state = "recorded"
@@ -217,8 +202,7 @@ class CaptureLife:
             if self._many is not None:
                 self._many.drop(size)
             self._captured.drop(size, Failure(reason, text))
-            self._served[size].recording = None
-            self._served[size].views.clear()
+            self._served[size].stop()
             self._steady = None
 
     def abandon(self) -> None:
@@ -313,7 +297,7 @@ class CaptureLife:
         if unseen:
             self._unwatched_note = (
                 f"the step reads {len(unseen)} tensors ({sum(unseen.values()) / 2**20:.2f} MiB) that "
-                f"no name leads to from it (a class attribute, another module's global, a cache): "
+                f"no name leads to from it (a cache, a set, a weak reference): "
                 f"they are kept alive, but rebinding them is not noticed"
             )
 
@@ -335,6 +319,9 @@ class CaptureLife:
         """The fingerprint of what the recordings point at; taken when the last one is made."""
         if self._fingerprint is None:
             pinned = {**self.inputs.pinned, "pool arena": self.pool.arena}
+            for name in self.inputs.slots:
+                if not any(self.inputs[name] is tensor for tensor in pinned.values()):
+                    pinned[f"slot {name}"] = self.inputs[name]
             self._fingerprint = Fingerprint(self.step, pinned, self._before, self._found())
             self._note_unwatched(self._fingerprint.tensors())
         return self._fingerprint
@@ -342,6 +329,13 @@ class CaptureLife:
     def _new_capture(self) -> BucketCapture:
         return BucketCapture(
             self.recorder, self.inputs, self._verifier, strict=self.settings.strict
+        )
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Neither a copy nor a pickle: recordings are addresses of this process."""
+        raise StateError(
+            "a manager cannot be copied or pickled: its recordings point at the tensors of this one; "
+            "make a new manager for the copy and capture again"
         )
 
     def _restart(self) -> None:
@@ -357,8 +351,7 @@ class CaptureLife:
             self._many.close()
         self._captured.close()
         for served in self._served.values():
-            served.views.clear()
-            served.recording = None
+            served.stop()
         self._fallback.forget()
         self._steady = None
         if self._fingerprint is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ _MAX_DEPTH = 64  # far below Python's own limit; cycles are seen by identity
 _ABSENT = object()
 GONE = (IndexError, ValueError)  # a list that became shorter, a closure variable that was deleted
 _MODULE_INNARDS = frozenset(vars(torch.nn.Module()))
+_HOLDS_TENSORS = (torch.Tensor, dict, list, tuple)
 _NOT_LOOKED_INTO = (
     "builtins",
     "graphcap.inputs",
@@ -23,6 +25,7 @@ _NOT_LOOKED_INTO = (
     "graphcap.pool",
     "graphcap.recorders",
     "logging",
+    "numpy",
     "threading",
     "torch",
     "triton",
@@ -159,6 +162,7 @@ def _children(value: Any) -> Iterator[tuple[Any, str, Any, Any]]:
         for used in _names_used(value.__code__):
             if used in value.__globals__:
                 yield value.__globals__[used], f".{used}", value.__globals__, used
+        yield from _named_in_modules(value)
         yield value.__defaults__, ".defaults", value, "__defaults__"
         yield value.__kwdefaults__, ".defaults", value, "__kwdefaults__"
     elif isinstance(value, torch.nn.Module):
@@ -168,6 +172,7 @@ def _children(value: Any) -> Iterator[tuple[Any, str, Any, Any]]:
         for key, child in list(vars(value).items()):
             if key not in _MODULE_INNARDS:
                 yield child, f".{key}", value, key
+        yield from _of_class(type(value))
         yield from _code_of(type(value), "forward")
     else:
         for key, child in list(getattr(value, "__dict__", {}).items()):
@@ -177,7 +182,50 @@ def _children(value: Any) -> Iterator[tuple[Any, str, Any, Any]]:
             for key in (slots,) if isinstance(slots, str) else slots:
                 if hasattr(value, key):
                     yield getattr(value, key), f".{key}", value, key
+        yield from _of_class(type(value))
         yield from _code_of(type(value), "__call__")
+
+
+def _of_class(kind: type) -> Iterator[tuple[Any, str, Any, Any]]:
+    """Tensors, and lists and dictionaries of them, that are attributes of a class and of its bases."""
+    for base in kind.__mro__:
+        if not _belongs_elsewhere(base.__module__):
+            for key, child in list(vars(base).items()):
+                if isinstance(child, _HOLDS_TENSORS):
+                    yield child, f".{key}", base, key
+
+
+def _named_in_modules(function: Any) -> Iterator[tuple[Any, str, Any, Any]]:
+    """Tensors, and lists and dictionaries of them, that a function's code names in other modules, as
+    ``weights.table`` or ``package.weights.table``."""
+    for path in _dotted_names(function.__code__):
+        holder: Any = function.__globals__.get(path[0])
+        for depth, key in enumerate(path[1:], start=1):
+            if not isinstance(holder, ModuleType) or _belongs_elsewhere(holder.__name__):
+                break
+            if key not in vars(holder):
+                break
+            child = vars(holder)[key]
+            if isinstance(child, _HOLDS_TENSORS):  # not functions, whose own modules lead anywhere
+                yield child, "." + ".".join(path[: depth + 1]), vars(holder), key
+            holder = child
+
+
+def _dotted_names(code: CodeType) -> Iterator[tuple[str, ...]]:
+    """Each ``name.attribute…`` that starts at a global, in a function and in the functions inside it."""
+    path: tuple[str, ...] = ()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and path:
+            path = (*path, instruction.argval)
+            continue
+        if len(path) > 1:
+            yield path
+        path = (instruction.argval,) if instruction.opname == "LOAD_GLOBAL" else ()
+    if len(path) > 1:
+        yield path
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _dotted_names(constant)
 
 
 def _code_of(kind: type, name: str) -> Iterator[tuple[Any, str, Any, Any]]:
@@ -203,4 +251,9 @@ def _is_container(value: Any) -> bool:
     if hasattr(value, "__func__"):
         return True
     home = value.__module__ or "" if hasattr(value, "__code__") else type(value).__module__
-    return not any(home == name or home.startswith(f"{name}.") for name in _NOT_LOOKED_INTO)
+    return not _belongs_elsewhere(home)
+
+
+def _belongs_elsewhere(home: str) -> bool:
+    """Whether a module of this name holds no tensor of a step, or holds it under a name of its own."""
+    return any(home == name or home.startswith(f"{name}.") for name in _NOT_LOOKED_INTO)

@@ -14,10 +14,15 @@ from graphcap.inputs import Inputs
 from graphcap.pool import BufferPool
 from graphcap.recorders.base import BoundStep, Loop, Recording, autocast_casts_not_kept
 from graphcap.ring import RingBuffer
+from graphcap.slots import Slot
 from graphcap.timing import least_ms
 
 Example = Callable[[int, torch.Generator], Mapping[str, torch.Tensor]]
 """Given a number of rows and a seeded CPU generator: a realistic batch with every slot."""
+
+
+_DRAWN = 16
+"""Batches that are drawn to find one for padding to meet."""
 
 
 class Verifier:
@@ -54,6 +59,7 @@ class Verifier:
         self._generator = torch.Generator("cpu").manual_seed(20240917)
         self.notes: list[str] = []
         unvaried = [n for n, s in inputs.slots.items() if _is_integer(s.dtype)]
+        self._has_integers = bool(unvaried)
         if example is None and unvaried:
             self.notes.append(
                 f"verified with integer slots at their pad values ({', '.join(unvaried)}); "
@@ -86,7 +92,7 @@ class Verifier:
         Raises:
             VerificationError: names output and row.
         """
-        batch = self._draw(rows)
+        batch = self._draw(rows, shared=rows < size)
         self._inputs.load(batch, self._inputs.check(batch, rows))
         self._inputs.poison_pads(rows)
         read = (*kept, *self._state, *self._inputs.pinned.values())
@@ -99,6 +105,7 @@ class Verifier:
             self._pool.poison()
             before_replay = self._save()
             worst = self._compare(recording, eager, size)
+            self._note_pads(recording, rows)
             if rows < size and not self._rows_mix:
                 declared = {n: t[:rows].clone() for n, t in recording.outputs.items()}
                 after_replay = self._save()
@@ -254,8 +261,21 @@ class Verifier:
                 f"{'other' if unpadded is None else 'the step without'} padding, allowed "
                 f"{found.allowed:g}); the step mixes the rows of a batch, such as by a mean over "
                 f"them: mask rows beyond inputs['num_rows'], or tell CaptureManager with "
-                f"rows_mix=True that this is meant"
+                f"rows_mix=True that this is meant. Or padding writes where a real row does, such as "
+                f"into its cache slot: give that slot a pad value that no real row has"
             )
+
+    def _note_pads(self, recording: Recording, rows: int) -> None:
+        """Say once that outputs of padding rows are NaN where those of real rows are not."""
+        for name, output in recording.outputs.items():
+            is_float = output.is_floating_point() and output.element_size() > 1
+            if is_float and output[rows:].isnan().any() and not output[:rows].isnan().any():
+                note = (
+                    f"padding rows give NaN in output {name!r}, which is not returned but meets whatever "
+                    f"reads whole buffers; look at the pad values of the slots (a length wants 1)"
+                )
+                if note not in self.notes:
+                    self.notes.append(note)
 
     def _changed(self, rows: int) -> dict[str, torch.Tensor]:
         """Copies of what a step changes besides its outputs."""
@@ -264,9 +284,13 @@ class Verifier:
         ring = {} if self._ring is None else self._ring.contents(rows)
         return slots | state | {name: tensor.clone() for name, tensor in ring.items()}
 
-    def _draw(self, rows: int) -> Mapping[str, torch.Tensor]:
+    def _draw(self, rows: int, shared: bool = False) -> Mapping[str, torch.Tensor]:
+        """A fresh batch; with `shared` one in which a real row and padding meet in the same place, if
+        the example ever gives one: see `_most_shared`."""
         if self._example is not None:
-            return self._example(rows, self._generator)
+            number = _DRAWN if shared and self._has_integers else 1
+            drawn = [self._example(rows, self._generator) for _ in range(number)]
+            return _most_shared(drawn, self._inputs.slots) if number > 1 else drawn[0]
         batch: dict[str, torch.Tensor] = {}
         for name, slot in self._inputs.slots.items():
             shape = (rows, *slot.row_shape)
@@ -302,6 +326,24 @@ class Verifier:
         torch.set_rng_state(on_host)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, self._inputs.device)
+
+
+def _most_shared(
+    batches: Sequence[Mapping[str, torch.Tensor]], slots: Mapping[str, Slot]
+) -> Mapping[str, torch.Tensor]:
+    """Of `batches` the first in which most integer slots have, in a real row, the value that padding has.
+
+    Where that value is a place to write to (a slot of a cache), padding then overwrites the real row,
+    which a batch without it would not show. A negative one counts from the end when it indexes: it
+    meets the largest value that was drawn.
+    """
+    pads = {name: slot.pad.value for name, slot in slots.items() if _is_integer(slot.dtype)}
+    for name, value in pads.items():
+        if value < 0:
+            pads[name] = max(int(b[name].max()) for b in batches if name in b) if batches else value
+    return max(
+        batches, key=lambda b: sum(bool((b[n] == v).any()) for n, v in pads.items() if n in b)
+    )
 
 
 def _flat(states: list[Any]) -> list[torch.Tensor]:

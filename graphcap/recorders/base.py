@@ -6,11 +6,12 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from graphcap.census import Census
-from graphcap.errors import BackendError
+from graphcap.errors import BackendError, StateError
 
 BoundStep = Callable[[], Mapping[str, torch.Tensor]]
 """A step bound to the slots of one bucket: runs on the device, returns its outputs."""
@@ -48,6 +49,13 @@ class Recording(ABC):
     outputs: Mapping[str, torch.Tensor]
     nbytes: int
     pinned: tuple[torch.UntypedStorage, ...]
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Neither a copy nor a pickle: a recording is addresses of this process."""
+        raise StateError(
+            "a recording cannot be copied or pickled: it points at the tensors of this one; capture "
+            "again for the copy"
+        )
 
     @abstractmethod
     def replay(self) -> None:
