@@ -7,7 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CodeType, ModuleType
+from types import CodeType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ _MAX_DEPTH = 64  # far below Python's own limit; cycles are seen by identity
 _ABSENT = object()
 GONE = (IndexError, ValueError)  # a list that became shorter, a closure variable that was deleted
 _MODULE_INNARDS = frozenset(vars(torch.nn.Module()))
-_HOLDS_TENSORS = (torch.Tensor, dict, list, tuple)
 _NOT_LOOKED_INTO = (
     "builtins",
     "graphcap.inputs",
@@ -136,7 +135,7 @@ def reachable(step: Callable[..., Any]) -> list[Watched]:
 def _can_be_rebound(value: Any, holder: Any) -> bool:
     """Whether `value`'s place in `holder` can be given to another object and is not made anew at each
     look, as bound methods are."""
-    return not isinstance(holder, (tuple, functools.partial)) and not hasattr(value, "__func__")
+    return not isinstance(holder, (tuple, functools.partial)) and not isinstance(value, MethodType)
 
 
 def _children(value: Any) -> Iterator[tuple[Any, str, Any, Any]]:
@@ -150,10 +149,10 @@ def _children(value: Any) -> Iterator[tuple[Any, str, Any, Any]]:
         yield value.func, "", value, "func"
         yield value.args, ".args", value, "args"
         yield value.keywords, ".keywords", value, "keywords"
-    elif hasattr(value, "__func__"):  # a bound method; it shows its function's __code__ as well
+    elif isinstance(value, MethodType):  # a bound method; it shows its function's __code__ as well
         yield value.__self__, "", value, "__self__"
         yield value.__func__, "", value, "__func__"
-    elif hasattr(value, "__code__"):
+    elif _has_code(value):
         for free, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 yield cell.cell_contents, f".{free}", cell, "cell_contents"
@@ -191,7 +190,7 @@ def _of_class(kind: type) -> Iterator[tuple[Any, str, Any, Any]]:
     for base in kind.__mro__:
         if not _belongs_elsewhere(base.__module__):
             for key, child in list(vars(base).items()):
-                if isinstance(child, _HOLDS_TENSORS):
+                if _holds_tensors(child):
                     yield child, f".{key}", base, key
 
 
@@ -206,9 +205,19 @@ def _named_in_modules(function: Any) -> Iterator[tuple[Any, str, Any, Any]]:
             if key not in vars(holder):
                 break
             child = vars(holder)[key]
-            if isinstance(child, _HOLDS_TENSORS):  # not functions, whose own modules lead anywhere
+            if _holds_tensors(child):  # not functions, whose own modules lead anywhere
                 yield child, "." + ".".join(path[: depth + 1]), vars(holder), key
             holder = child
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether `value` is a tensor, or a list or dictionary with tensors in it and not deeper."""
+    if isinstance(value, torch.Tensor):
+        return True
+    items = value.values() if isinstance(value, dict) else value
+    return isinstance(value, (dict, list, tuple)) and any(
+        isinstance(item, torch.Tensor) for item in list(items)
+    )
 
 
 def _dotted_names(code: CodeType) -> Iterator[tuple[str, ...]]:
@@ -242,15 +251,22 @@ def _names_used(code: CodeType) -> Iterator[str]:
             yield from _names_used(constant)
 
 
+def _has_code(value: Any) -> bool:
+    try:
+        return hasattr(value, "__code__")
+    except Exception:  # an object that makes up attributes as they are asked for
+        return False
+
+
 def _is_container(value: Any) -> bool:
     """Whether tensors that belong to a step may lie inside `value`."""
     if isinstance(value, (dict, list, tuple, functools.partial, torch.nn.Module)):
         return True
     if isinstance(value, type) or type(value).__name__ == "module":
         return False
-    if hasattr(value, "__func__"):
+    if isinstance(value, MethodType):
         return True
-    home = value.__module__ or "" if hasattr(value, "__code__") else type(value).__module__
+    home = value.__module__ or "" if _has_code(value) else type(value).__module__
     return not _belongs_elsewhere(home)
 
 
