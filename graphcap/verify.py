@@ -283,8 +283,7 @@ class Verifier:
             if other is None or not ours.is_floating_point() or ours.shape != other.shape:
                 continue
             a, b = (
-                t.double().flatten(1) if t.dim() > 1 else t.double()[:, None]
-                for t in (ours, other)
+                t.double().flatten(1) if t.dim() > 1 else t.double()[:, None] for t in (ours, other)
             )
             gaps = (a - b).abs().amax(1) / b.abs().amax(1).clamp(min=1e-30)
             note = (
