@@ -216,9 +216,16 @@ def check_outputs(outputs: Mapping[str, torch.Tensor], size: int) -> None:
             f"return {{'out': tensor}}"
         )
     for name, tensor in outputs.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.shape[:1] != (size,):
-            is_tensor = isinstance(tensor, torch.Tensor)
-            found = str(tuple(tensor.shape)) if is_tensor else type(tensor).__name__
+        is_dense = isinstance(tensor, torch.Tensor) and not tensor.is_nested
+        if not is_dense or tensor.layout != torch.strided or tensor.shape[:1] != (size,):
+            if not is_dense:
+                found = (
+                    "a nested one" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                )
+            elif tensor.layout != torch.strided:
+                found = f"one of layout {tensor.layout}"
+            else:
+                found = str(tuple(tensor.shape))
             raise CaptureError(
                 f"bucket {size}: output {name!r} must be a tensor whose first dimension is the "
                 f"batch ({size} rows), found {found}; return per-row tensors"

@@ -105,7 +105,7 @@ class Fallback:
         text = (
             f"a step of {rows} rows has no recording ({reason}, maximum {self._ladder.max_batch})"
         )
-        cure = remedy or _REMEDIES[reason]
+        cure = remedy or _REMEDIES.get(reason, "see stats().failures for why")
         if self._strict:
             raise FallbackError(f"{text} and GRAPHCAP_STRICT=1 forbids eager steps; {cure}")
         if self.counts[reason] == 0:

@@ -85,8 +85,8 @@ class Fingerprint:
 
     What is watched: every tensor that can be reached by name from the step (its object, modules,
     closure, default arguments and the globals it names), the objects on the way to them, and `extra`.
-    Up to 16 names are all compared at each check. Of more, each check compares the next 8, so a
-    moved one is found within count / 8 replays; what moves all (``module.half()``) is found by the next
+    Up to 16 names besides `extra` are all compared at each check. Of more, each check compares the next 8,
+    so a moved one is found within count / 8 replays; what moves all (``module.half()``) is found by the next
     one. A parameter, buffer or module that is *assigned* on any `torch.nn.Module` makes the next check
     compare all. The memory itself stays alive as long as the fingerprint.
 
@@ -118,7 +118,7 @@ class Fingerprint:
         # `extra` is graphcap's own, written at every step.
         self._seen = [*(_Seen(item, True) for item in found), *(_Seen(i, False) for i in named)]
         self._windows: list[_Window] = []
-        self._arrange()
+        self._arrange(_WINDOW if len(found) > _CHECKED_WHOLE else len(self._seen))
         self._next = 0
         self._all_due = False
         # nn.Module.__setattr__ announces a new parameter, buffer or module to these hooks, also a
@@ -162,11 +162,10 @@ class Fingerprint:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _arrange(self) -> None:
+    def _arrange(self, width: int) -> None:
         """Lay the items into windows, one for each check in turn: some rounds, one of them with versions,
         which take as long as all the rest."""
         seen = self._seen
-        width = len(seen) if len(seen) <= _CHECKED_WHOLE else _WINDOW
         parts = [seen[start : start + width] for start in range(0, len(seen), width or 1)]
         often = [_Window(part, versions=False) for part in parts]
         self._windows = [_Window(part) for part in parts] + often * (_ROUNDS - 1)

@@ -17,7 +17,7 @@ from graphcap.operations import current_observer
 from graphcap.recorders.base import BoundStep, Recording
 from graphcap.report import BucketStats, CaptureReport, ManagerStats
 from graphcap.ring import Many
-from graphcap.serving import Serving
+from graphcap.serving import Serving, checked_batch
 
 __all__ = ["CaptureManager", "Progress", "Step"]
 
@@ -86,7 +86,7 @@ class CaptureManager(Serving):
                 served, count = steady
                 if count == self.inputs.rows:
                     return self._replay(served, count)
-            return self._run(batch or {}, rows, agreed_batch)
+            return self._run(checked_batch(batch), rows, agreed_batch)
         finally:
             self._lock.release()
 
@@ -124,7 +124,7 @@ class CaptureManager(Serving):
         if current_observer() is not None or not self._lock.acquire(blocking=False):
             raise self._busy("run_many()")
         try:
-            return self._run_many(steps, batch or {}, rows)
+            return self._run_many(steps, checked_batch(batch), rows)
         finally:
             self._lock.release()
 
@@ -163,7 +163,8 @@ class CaptureManager(Serving):
             recording = served.recording
             assert recording is not None
             assert self._fingerprint is not None
-            due = eager is not None and self._due()
+            due = eager is not None and self._due(served)
+            served.check_outputs()
             self._fingerprint.check()
             self.inputs.rows = rows
             if self._many is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -66,6 +67,11 @@ class CapturePhases(OneCaller):
         self.settings = Settings.from_env() if settings is None else settings
         self.pool = BufferPool(inputs.device) if pool is None else pool
         self.ladder = ladder or BucketLadder.parse(self.settings.buckets, inputs.max_batch)
+        if not isinstance(self.ladder, BucketLadder):
+            raise LadderError(
+                f"ladder: expected a BucketLadder, found {self.ladder!r}; "
+                f"BucketLadder(sizes, max_batch={inputs.max_batch}) makes one"
+            )
         if self.ladder.max_batch != inputs.max_batch:
             raise LadderError(
                 f"the ladder ends at {self.ladder.max_batch} and the slots have "
@@ -205,7 +211,7 @@ class CapturePhases(OneCaller):
                 for size, loop in self._many.loops.items():
                     self._captured.add_bytes(size, loop.nbytes)
             for size, recording in self._captured.recordings.items():
-                self._served[size].recording = recording
+                self._served[size].serve(recording)
         with self._alone("finish()"):
             self._report = self._reported(self._seconds)
             self._state = "recorded"
@@ -237,8 +243,7 @@ class CapturePhases(OneCaller):
         if self._many is not None:
             self._many.drop(size)
         self._captured.drop(size, failure)
-        self._served[size].recording = None
-        self._served[size].views.clear()
+        self._served[size].stop()
         self._steady = None
 
     def _bound(self, size: int, step: BoundStep | None = None) -> BoundStep:
@@ -259,6 +264,9 @@ class CapturePhases(OneCaller):
         """The fingerprint of what the recordings point at; taken when the last one is made."""
         if self._fingerprint is None:
             pinned = {**self.inputs.pinned, "pool arena": self.pool.arena}
+            for name in self.inputs.slots:
+                if not any(self.inputs[name] is tensor for tensor in pinned.values()):
+                    pinned[f"slot {name}"] = self.inputs[name]
             self._fingerprint = Fingerprint(self.step, pinned, self._before, self._found())
             own = (*self.inputs.owned, *self._state_of_step.tensors)
             known = (*self._fingerprint.tensors(), *own)
@@ -292,6 +300,13 @@ class CapturePhases(OneCaller):
             self.recorder, self.inputs, self._verifier, strict=self.settings.strict
         )
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Neither a copy nor a pickle: recordings are addresses of this process."""
+        raise StateError(
+            "a manager cannot be copied or pickled: its recordings point at the tensors of this one; "
+            "make a new manager for the copy and capture again"
+        )
+
     def _give_up(self) -> None:
         self._drop_recordings()
         self._state = "new"
@@ -301,8 +316,7 @@ class CapturePhases(OneCaller):
             self._many.close()
         self._captured.close()
         for served in self._served.values():
-            served.views.clear()
-            served.recording = None
+            served.stop()
         self._fallback.forget()
         self._steady = None
         if self._fingerprint is not None:

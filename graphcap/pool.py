@@ -98,6 +98,11 @@ class BufferPool:
                 raise self._conflict(name, shape, dtype)
             held[name] = 0
             return view
+        if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):
+            raise PoolError(
+                f"buffer {name!r} was asked for by {_caller()} with shape {shape!r}, expected a tuple of "
+                f"integers of at least 0; give tuple(x.shape), or numbers that the host knows"
+            )
         nbytes = _nbytes(shape, dtype)
         if name in self._held:
             raise PoolError(

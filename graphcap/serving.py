@@ -8,16 +8,38 @@ from types import MappingProxyType
 
 import torch
 
+from graphcap.buckets import is_count
 from graphcap.capturing import Failure
 from graphcap.errors import InputError, StaleRecordingError, StateError, VerificationError
 from graphcap.explain import warn
 from graphcap.life import CaptureLife
 from graphcap.many import ManySteps
+from graphcap.output_views import OutputViews
 from graphcap.recorders.base import BoundStep, Recording
 from graphcap.ring import Many
 from graphcap.served import Served
 
 logger = logging.getLogger(__name__)
+
+
+def checked_batch(batch: Mapping[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor]:
+    """What run() was given, None as an empty batch. Raises `InputError` where it is no mapping."""
+    if batch is None:
+        return {}
+    if type(batch) is not dict and not isinstance(batch, Mapping):
+        raise InputError(
+            f"a batch: expected a mapping of slot names to tensors, found {type(batch).__name__}; "
+            f"give {{'name of the slot': tensor}}"
+        )
+    return batch
+
+
+def _check_agreed(agreed_batch: int, count: int) -> None:
+    if not is_count(agreed_batch) or agreed_batch < count:
+        raise InputError(
+            f"agreed_batch is {agreed_batch!r} but this rank has {count} rows; "
+            f"agree on the maximum over all ranks, as an integer"
+        )
 
 
 class Serving(CaptureLife):
@@ -30,11 +52,8 @@ class Serving(CaptureLife):
         if not batch and self._fallback.continues(rows):
             return self._fallback.run_on()
         count = self.inputs.check(batch, rows)
-        if agreed_batch is not None and agreed_batch < count:
-            raise InputError(
-                f"agreed_batch is {agreed_batch} but this rank has {count} rows; "
-                f"agree on the maximum over all ranks"
-            )
+        if agreed_batch is not None:
+            _check_agreed(agreed_batch, count)
         served, reason = self._who_serves(agreed_batch or count)
         if served is None:
             return self._run_eagerly(batch, count, reason)
@@ -65,7 +84,8 @@ class Serving(CaptureLife):
                     self._steady = None
                     self._fallback.run({} if index else batch, count, reason)
             return many.buffer_of(count).result(steps, count)
-        due = self._due(steps)
+        due = self._due(served, steps)
+        served.check_outputs()
         self._prepare(count, batch)
         many.buffer.begin(steps, count)
         self._serve_many(many, served, count, steps, due)
@@ -96,8 +116,8 @@ class Serving(CaptureLife):
             self._many.anew()
         return self._fallback.run(batch, count, reason)
 
-    def _due(self, steps: int = 1) -> bool:
-        """Whether a replay of the next `steps` is to be held against eager (``GRAPHCAP_VERIFY=N``).
+    def _due(self, served: Served, steps: int = 1) -> bool:
+        """Whether a replay of the next `steps` of `served` is held against eager (``GRAPHCAP_VERIFY=N``).
 
         Called once a step, before anything can go wrong with it: ranks that run the step together count
         alike. They also agree that all of them can replay, as each runs the step twice.
@@ -113,6 +133,7 @@ class Serving(CaptureLife):
         assert self._fingerprint is not None
         self._fingerprint.expect_change()
         try:
+            served.check_outputs()
             self._fingerprint.check()
         except StaleRecordingError:  # raised again by whoever is about to replay
             self._agree(False)
@@ -206,7 +227,8 @@ class Serving(CaptureLife):
         batch: Mapping[str, torch.Tensor] | None = None,
         settles: bool = True,
     ) -> Mapping[str, torch.Tensor]:
-        due = self._due()
+        due = self._due(served)
+        served.check_outputs()
         self._prepare(count, batch)
         recording = served.recording
         assert recording is not None
@@ -218,11 +240,9 @@ class Serving(CaptureLife):
             self._serve(served, recording, count)
         self._steady = (served, count) if settles else None
         views = served.views.get(count)
-        if views is None:
-            # Read-only: these are handed out again at every run of as many rows.
-            views = MappingProxyType({n: tensor[:count] for n, tensor in recording.outputs.items()})
-            served.views[count] = views
-        return views
+        if views is None or not views.intact():
+            views = served.views[count] = OutputViews(recording.outputs, count)
+        return views.outputs
 
     @property
     def _replays(self) -> int:

@@ -60,7 +60,7 @@ def unwatched_note(
         return None
     return (
         f"the step reads {len(unseen)} tensors ({sum(unseen.values()) / 2**20:.2f} MiB) that "
-        f"no name leads to from it (a class attribute, another module's global, a cache): "
+        f"no name leads to from it (a cache, a set, a weak reference): "
         f"they are kept alive, but rebinding them is not noticed"
     )
 

@@ -11,7 +11,7 @@ from graphcap.checks import Difference, compare, first_difference
 from graphcap.comparing import Agree, AnotherRankFailed, BothRuns, Mismatch
 from graphcap.drawing import Drawing, distinct, memory, poison
 from graphcap.errors import VerificationError
-from graphcap.inputs import Inputs
+from graphcap.inputs import NUM_ROWS, Inputs
 from graphcap.narrowing import Narrowing
 from graphcap.pool import BufferPool
 from graphcap.recorders.base import BoundStep, Loop, Recorder, Recording
@@ -20,6 +20,9 @@ from graphcap.ring import RingBuffer
 from graphcap.saving import Saved, StepState
 from graphcap.timing import least_ms
 from graphcap.written import InPlace
+
+_FAR = 0.2
+"""Relative difference of a row that no rounding explains."""
 
 
 class Verifier:
@@ -57,6 +60,7 @@ class Verifier:
         self._drawing = drawing
         self._state = state
         self._recorder = recorder
+        self._padding_notes: dict[str, None] = {}
 
     def compare_in_place(self, in_place: InPlace) -> None:
         """From here on compare what steps write there as well."""
@@ -66,6 +70,7 @@ class Verifier:
     def notes(self) -> list[str]:
         """For the capture report."""
         notes = [self._drawing.note] if self._drawing.note else []
+        notes += self._padding_notes
         if self._both.advancing:
             notes.append(
                 f"running the step twice changes {', '.join(self._both.advancing)} twice: warm-up and "
@@ -100,7 +105,7 @@ class Verifier:
             VerificationError: names output, row and, where it can be found, the first operation.
             AnotherRankFailed: another rank raised.
         """
-        self._drawing.load(rows)
+        self._drawing.load(rows, shared=rows < size)
         self._inputs.poison_pads(rows)
         read = (*kept, *self._state.own, *self._inputs.pinned.values())
         inputs = {memory(tensor) for tensor in read}
@@ -118,6 +123,7 @@ class Verifier:
                         raise both.error
                     found = self._narrowed(eager, size, before_replay, kept)
                     raise VerificationError(f"{both.error.args[0]}; {found}")
+                self._note_pads(recording, rows)
             if rows < size and not self._rows_mix:
                 declared = {n: t[:rows].clone() for n, t in recording.outputs.items()}
                 after_replay = self._state.save()
@@ -228,8 +234,9 @@ class Verifier:
             if self.agree is not None:
                 self.agree(False)
             raise
+        drew = self._state.drew_since(before)
         nowhere = felt is None if self.agree is None else self.agree(felt is None)
-        if nowhere:
+        if nowhere and (unpadded is None or rows == 1 or (self.agree is None and drew)):
             return
         found = felt
         if unpadded is not None:  # on all ranks or on none
@@ -237,6 +244,8 @@ class Verifier:
             exact = self._both.eagerly(unpadded)
             if felt is not None:
                 _, found = first_difference(declared, exact)
+            elif nowhere and not drew:
+                self._note_row_count(declared, exact)
         if found is not None:
             raise VerificationError(
                 f"bucket {size} with {rows} rows: what padding rows hold changes output "
@@ -244,8 +253,40 @@ class Verifier:
                 f"{'other' if unpadded is None else 'the step without'} padding, allowed "
                 f"{found.allowed:g}); the step mixes the rows of a batch, such as by a mean over "
                 f"them: mask rows beyond inputs['num_rows'], or tell CaptureManager with "
-                f"rows_mix=True that this is meant"
+                f"rows_mix=True that this is meant. Or padding writes where a real row does, such as "
+                f"into its cache slot: give that slot a pad value that no real row has"
             )
+
+    def _note_row_count(
+        self, declared: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Say once that all rows are far from those of the unpadded step although they do not feel what
+        padding holds. Kernels and near-ties of a router that depend on shapes do not reach all rows;
+        ``x.shape[0]`` as a number does."""
+        for name, ours in declared.items():
+            other = exact.get(name)
+            if other is None or not ours.is_floating_point() or ours.shape != other.shape:
+                continue
+            a, b = (
+                t.double().flatten(1) if t.dim() > 1 else t.double()[:, None] for t in (ours, other)
+            )
+            gaps = (a - b).abs().amax(1) / b.abs().amax(1).clamp(min=1e-30)
+            if a.shape[1] and bool((gaps > _FAR).all()):
+                self._padding_notes[
+                    f"output {name!r} of every row is far from that of the step without padding, whatever "
+                    f"padding holds; if the step uses the number of rows of a slot (x.shape[0]) as a "
+                    f"value, that is the bucket's: use inputs['{NUM_ROWS}']"
+                ] = None
+
+    def _note_pads(self, recording: Recording, rows: int) -> None:
+        """Say once that outputs of padding rows are NaN where those of real rows are not."""
+        for name, output in recording.outputs.items():
+            is_float = output.is_floating_point() and output.element_size() > 1
+            if is_float and output[rows:].isnan().any() and not output[:rows].isnan().any():
+                self._padding_notes[
+                    f"padding rows give NaN in output {name!r}, which is not returned but meets whatever "
+                    f"reads whole buffers; look at the pad values of the slots (a length wants 1)"
+                ] = None
 
     @contextmanager
     def _together(self) -> Iterator[None]:

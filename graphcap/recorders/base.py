@@ -6,11 +6,12 @@ import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from graphcap.census import Census
-from graphcap.errors import BackendError, CaptureError
+from graphcap.errors import BackendError, CaptureError, StateError
 from graphcap.graph_addresses import PointerReport
 from graphcap.live_memory import Range
 
@@ -53,6 +54,13 @@ class Recording(ABC):
     nbytes: int
     pinned: tuple[torch.UntypedStorage, ...]
     pointers: PointerReport | None = None
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Neither a copy nor a pickle: a recording is addresses of this process."""
+        raise StateError(
+            "a recording cannot be copied or pickled: it points at the tensors of this one; capture "
+            "again for the copy"
+        )
 
     @abstractmethod
     def replay(self) -> None:
