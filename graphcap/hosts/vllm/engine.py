@@ -20,7 +20,7 @@ from graphcap.errors import StaleRecordingError, anchor_in
 from graphcap.explain import warn
 from graphcap.hosts.vllm.cache_places import cache_places, caches_of, watched_of
 from graphcap.hosts.vllm.choice import Choice
-from graphcap.hosts.vllm.experts import PooledExperts
+from graphcap.hosts.vllm.experts import PooledExperts, not_shown
 from graphcap.hosts.vllm.inputs import EngineInputs
 from graphcap.hosts.vllm.ranks import (
     agreed,
@@ -41,10 +41,6 @@ logger = logging.getLogger(__name__)
 
 HIDDEN = "hidden_states"
 """Name of the step's only output: (rows, hidden size), the input of the language-model head."""
-
-NOT_SHOWN = "a model with a recurrent state is on the tape"
-"""Why its experts stay on vLLM's kernels: with those the tokens on an H200 were eager vLLM's, all of them;
-with graphcap's they parted from it where the best two were further apart than in a near-tie."""
 
 Forward = Callable[[], torch.Tensor]
 """The model's forward pass over the engine's buffers of one bucket."""
@@ -83,8 +79,8 @@ class EngineCapture:
         self.pool = BufferPool(device)
         self._recorder = common_recorder(settings.recorder, device)
         self._hybrid = bool(getattr(vllm_config.model_config, "is_hybrid", False))
-        on_tape = self._hybrid and self._recorder.name == "tape" and settings.kernels == "auto"
-        self.experts = PooledExperts(self.pool, settings, device, NOT_SHOWN if on_tape else None)
+        why_not = not_shown(self._hybrid, self._recorder.name, settings, device)
+        self.experts = PooledExperts(self.pool, settings, device, why_not)
         self.reporter = Reporter(choice, settings, vllm_config)
         self.failed: str | None = None
         self._watched_kinds: set[str] = set()

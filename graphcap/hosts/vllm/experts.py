@@ -120,6 +120,18 @@ class PooledExperts:
         return out
 
 
+def not_shown(hybrid: bool, recorder: str, settings: Settings, device: torch.device) -> str | None:
+    """Why the experts of an engine stay on vLLM's kernels though graphcap's can run them; None: they do not.
+
+    On an H200 the tokens of Qwen3-Next on the tape were eager vLLM's with vLLM's kernels, all of them;
+    with graphcap's they parted from it where the best two were further apart than in a near-tie
+    (tests/gpu/test_vllm_engine.py). Whoever names the kernels gets them.
+    """
+    if hybrid and recorder == "tape" and device.type == "cuda" and settings.kernels == "auto":
+        return "a model with a recurrent state is on the tape"
+    return None
+
+
 def serving_now() -> PooledExperts | None:
     """Whose step is running in this thread; None: vLLM's own."""
     return _state.serving
