@@ -292,7 +292,16 @@ class CaptureLife:
                 notify(done, total, f"{what} bucket {size}")
                 phase(size)
                 done += 1
+            if phase == self.record:
+                self._record_again(notify, done, total)
         notify(total, total, "done")
+
+    def _record_again(self, notify: Progress, done: int, total: int) -> None:
+        """Give back what failed recordings took, which takes recording the others once more."""
+        while sizes := self._captured.taken_back():  # each round but the first: a bucket less
+            for size in sizes:
+                notify(done, total, f"recording bucket {size} again")
+                self.record(size)
 
     def _verify_and_time(self, size: int) -> None:
         self.verify(size)
@@ -345,6 +354,7 @@ class CaptureLife:
         )
 
     def _restart(self) -> None:
+        self._drop_recordings()  # of phases that a host began
         self._captured = self._new_capture()
         self._state, self._seconds, self._unwatched_note = "new", 0.0, None
 
@@ -421,8 +431,19 @@ class CaptureLife:
                 *filter(None, [self.recorder.why]),
                 *self._verifier.notes,
                 *filter(None, [self._unwatched_note]),
+                *filter(None, [self._stranded_note]),
                 *filter(None, [None if self._many is None else self._many.note]),
             ),
+        )
+
+    @property
+    def _stranded_note(self) -> str | None:
+        stranded = self.recorder.stranded
+        if not stranded or not self._captured.recordings:
+            return None
+        return (
+            f"{stranded / 2**20:.2f} MiB that failed recordings took stay in the graph memory pool that the "
+            f"others share, until these are closed"
         )
 
     def _write_report(self, served: ManagerStats | None) -> None:

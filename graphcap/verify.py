@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from graphcap.pool import BufferPool
 from graphcap.recorders.base import BoundStep, Loop, Recording, autocast_casts_not_kept
 from graphcap.ring import RingBuffer
 from graphcap.timing import least_ms
+from graphcap.undo import surely
 
 Example = Callable[[int, torch.Generator], Mapping[str, torch.Tensor]]
 """Given a number of rows and a seeded CPU generator: a realistic batch with every slot."""
@@ -52,6 +53,7 @@ class Verifier:
         self._saved = (*self._state, *(() if ring is None else ring.tensors))
         self._generators = tuple(item for item in state if isinstance(item, torch.Generator))
         self._generator = torch.Generator("cpu").manual_seed(20240917)
+        self._kept: tuple[Any, ...] | None = None  # what the outermost put_back saved
         self.notes: list[str] = []
         unvaried = [n for n, s in inputs.slots.items() if _is_integer(s.dtype)]
         if example is None and unvaried:
@@ -111,9 +113,7 @@ class Verifier:
             return worst
         finally:
             # An output may lie in memory that nobody told us of: it gets its contents back.
-            with torch.inference_mode():
-                for output, contents in zip(own, before, strict=True):
-                    output.copy_(contents)
+            surely(lambda: _copy_back(zip(own, before, strict=True)))
 
     def time(self, recording: Recording, size: int) -> float:
         """The least time in ms of a few replays of a fresh batch of `size` rows.
@@ -193,12 +193,18 @@ class Verifier:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Slots, state and random generators are afterwards as they were."""
-        saved = self._save()
+        """Slots, state and random generators are afterwards as they were.
+
+        One inside another puts back what the other saved, and takes no memory for it.
+        """
+        outer = self._kept
+        saved = self._save() if outer is None else outer
+        self._kept = saved
         try:
             yield
         finally:
-            self._restore(saved)
+            self._kept = outer
+            surely(lambda: self._restore(saved))
 
     def _compare(self, recording: Recording, eager: BoundStep, size: int) -> float:
         rows = self._inputs.rows
@@ -214,11 +220,19 @@ class Verifier:
             outputs |= self._changed(rows)
             return compare(replayed, outputs, f"bucket {size} with {rows} rows")
         finally:
-            self._restore(after)
-            with torch.inference_mode():
-                for name, output in recording.outputs.items():
-                    if _distinct(output):
-                        output[:rows].copy_(replayed[name])
+            surely(lambda: self._keep_replay(recording, rows, after, replayed))
+
+    def _keep_replay(
+        self,
+        recording: Recording,
+        rows: int,
+        after: tuple[Any, ...],
+        replayed: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Everything as the replay left it."""
+        self._restore(after)
+        outputs = recording.outputs.items()
+        _copy_back((t[:rows], replayed[name]) for name, t in outputs if _distinct(t))
 
     def _compare_pads(
         self,
@@ -296,9 +310,7 @@ class Verifier:
         for generator, value in zip(self._generators, generators, strict=True):
             generator.set_state(value)
         self._inputs.restore(slots)
-        with torch.inference_mode():
-            for tensor, value in zip(self._saved, state, strict=True):
-                tensor.copy_(value)
+        _copy_back(zip(self._saved, state, strict=True))
         torch.set_rng_state(on_host)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, self._inputs.device)
@@ -311,6 +323,12 @@ def _flat(states: list[Any]) -> list[torch.Tensor]:
 
 def _is_integer(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+
+
+def _copy_back(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.inference_mode():  # also where the step made its tensors in that mode
+        for tensor, contents in pairs:
+            tensor.copy_(contents)
 
 
 def _poison(tensor: torch.Tensor) -> None:

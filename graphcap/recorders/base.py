@@ -89,6 +89,10 @@ class Recorder(ABC):
     is kept alive. Of many like recordings (the buckets of a large model) the first is enough, by a host
     that keeps the model alive itself; the others then take half the time. A tape always watches."""
 
+    stranded: int = 0
+    """Bytes that attempts which failed left in memory that the recordings share. The next recordings can use
+    them; the device has them back only when the recordings are closed; see `reclaim`."""
+
     repeatable: bool = False
     """Whether its recordings keep what `Recording.repeated` needs, where torch can. Set it before."""
 
@@ -104,6 +108,10 @@ class Recorder(ABC):
             CaptureError: names the operation, the source line and the cure. The device is usable
                 and what the attempt took is given back.
         """
+
+    def reclaim(self) -> None:
+        """All recordings are closed: give back what is `stranded`."""
+        self.stranded = 0
 
     def close(self) -> None:
         """Give back what the recordings shared. Idempotent."""

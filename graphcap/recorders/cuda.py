@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import traceback
+import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -22,13 +22,16 @@ from graphcap.recorders.base import (
     autocast_casts_not_kept,
     garbage_collection_held,
 )
+from graphcap.recorders.broken_capture import explained
 from graphcap.recorders.graph_nodes import GraphReader
 from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.loop import GraphLoop, LoopDriver
 from graphcap.recorders.loop_probe import keeps_graphs, kept_graph, probe_loops, raw_stream
 from graphcap.recorders.probe import TorchCapture, end_allocation_to, run_probe
 from graphcap.recorders.source import raising_line
+from graphcap.recorders.streams import StreamLease
 from graphcap.recorders.tape import dispatch_row, storage_key, tensors_in
+from graphcap.undo import let_go
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +116,11 @@ class CudaRecording(Recording):
         census: Census,
         nbytes: int,
         device: torch.device,
+        lease: StreamLease,
         kept: bool = False,
     ) -> None:
         self._device = device
+        self._lease: StreamLease | None = lease
         self._kept = kept
         self.outputs = outputs
         self.nbytes = nbytes
@@ -158,6 +163,7 @@ class CudaRecording(Recording):
             self._graph = None
             self.outputs = {}
             self.pinned = ()
+            self._lease = None
             del self.replay  # the method above answers from here on
 
 
@@ -178,10 +184,10 @@ class CudaRecorder(Recorder):
                 f"the cuda recorder needs a CUDA device, found {device}; use GRAPHCAP_RECORDER=tape"
             )
         self.device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._lease: StreamLease | None = StreamLease(device)
+        self._stream = self._lease.stream
         self._settled = False
-        self._made: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
+        self._new_pool()
         try:
             self._reader: GraphReader | None = GraphReader()
         except BackendError as error:
@@ -208,11 +214,12 @@ class CudaRecorder(Recorder):
                 torch.cuda.empty_cache()
                 self._settled = True
             free_before, _ = torch.cuda.mem_get_info(self.device)
-            if not any(recording.is_open for recording in self._made):
-                # torch does not take a pool again whose graphs are all gone.
-                self._pool = torch.cuda.graph_pool_handle()
+            reserved = torch.cuda.memory_reserved(self.device)
+            if not self._shared:  # torch does not take a pool again whose graphs are all gone
+                self._new_pool()
             kept = self.repeatable and keeps_graphs()
             graph = kept_graph() if kept else torch.cuda.CUDAGraph()
+            handled = sys.exc_info()[1]
             try:
                 for generator in self.generators:
                     if generator.device.type == "cuda":
@@ -220,18 +227,30 @@ class CudaRecorder(Recorder):
                 outputs, pinned, census = self._capture(graph, step, kept)
             except BaseException as error:
                 line = raising_line(error.__traceback__)
-                # What the step had allocated is held by its frames until they are cleared.
-                traceback.clear_frames(error.__traceback__)
+                let_go(error, handled)  # and with it what the step had allocated
+                if self._shared:  # no segment is given back in the middle of a capture
+                    grown = torch.cuda.memory_reserved(self.device) - reserved
+                    self.stranded += max(0, grown)
                 self._recover(graph)
                 if isinstance(error, CaptureError) or not isinstance(error, Exception):
                     raise
-                raise _explained(error, bucket, line) from error
+                raise explained(error, bucket, line) from error
             torch.cuda.synchronize(self.device)
             free_after, _ = torch.cuda.mem_get_info(self.device)
         nbytes = max(0, free_before - free_after)
-        made = CudaRecording(graph, outputs, pinned, census, nbytes, self.device, kept)
+        assert self._lease is not None
+        made = CudaRecording(graph, outputs, pinned, census, nbytes, self.device, self._lease, kept)
         self._made.add(made)
         return made
+
+    def _new_pool(self) -> None:
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._made: weakref.WeakSet[CudaRecording] = weakref.WeakSet()  # in this pool
+
+    @property
+    def _shared(self) -> bool:
+        """Whether the pool has a graph, and so what is taken there stays."""
+        return any(recording.is_open for recording in self._made)
 
     def _capture(
         self, graph: torch.cuda.CUDAGraph, step: BoundStep, kept: bool
@@ -262,32 +281,26 @@ class CudaRecorder(Recorder):
                 # The driver had given the capture up. torch then leaves the allocator recording to
                 # the graph's pool, for good: later recordings get another pool.
                 logger.debug("ending the broken capture: %s", error)
-                end_allocation_to(self._pool, self.device)
-                self._pool = torch.cuda.graph_pool_handle()
+                end_allocation_to(self._pool, self.device, graph)
+                self._new_pool()
         try:
             graph.reset()
         except RuntimeError as error:
             logger.debug("resetting the broken graph: %s", error)
         torch.cuda.synchronize(self.device)
         # The random generators still expect a capture; one that succeeds frees them of that.
-        probe = run_probe(TorchCapture(self.device))
+        own = [g for g in self.generators if g.device.type == "cuda"]
+        probe = run_probe(TorchCapture(self.device, generators=own))
         if not probe.works:
             raise RuntimeError(
                 f"{self.device} captures no more after a broken capture: {probe.detail}"
             )
         torch.cuda.empty_cache()
 
+    def reclaim(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        super().reclaim()
+
     def close(self) -> None:
-        self._pool = None
-
-
-def _explained(error: Exception, bucket: int, line: str) -> CaptureError:
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return CaptureError(
-            f"bucket {bucket}: out of device memory at {line} while recording: {error}; record "
-            f"fewer or smaller buckets (GRAPHCAP_BUCKETS) or leave the device more free memory"
-        )
-    return CaptureError(
-        f"bucket {bucket}: {type(error).__name__} at {line} while recording: {error}; remove what "
-        f"synchronises or allocates outside torch there, or use GRAPHCAP_RECORDER=tape"
-    )
+        self._pool = self._lease = None
