@@ -70,7 +70,7 @@ class Soak:
     """One decoder under random traffic.
 
     Args:
-        sample: share of the steps that are also run eagerly.
+        sample: share of the steps, and of the answered requests, that are also run eagerly.
         seed: of weights and traffic.
 
     Attributes:
@@ -226,7 +226,7 @@ class Soak:
                 request.answer.append(token)
             if len(request.answer) == request.wanted:
                 self._leave(request)
-                if self._random.random() < self._sample / 4:
+                if self._random.random() < self._sample:
                     self._check_request(request)
 
     # -- checks ----------------------------------------------------------------------------------
