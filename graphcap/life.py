@@ -442,8 +442,8 @@ class CaptureLife:
         if not stranded or not self._captured.recordings:
             return None
         return (
-            f"{stranded / 2**20:.2f} MiB that failed recordings took stay in the graph memory pool that the "
-            f"others share, until these are closed"
+            f"{stranded / 2**20:.2f} MiB that failed recordings cost stay with the graph memory pool that "
+            f"the others share, until these are closed"
         )
 
     def _write_report(self, served: ManagerStats | None) -> None:

@@ -262,7 +262,7 @@ def test_memory_that_a_failed_recording_left_is_had_back_by_recording_the_others
     assert [r._calls is None for r in recorder.open] == [True] * 3 + [False] * 3
     assert recorder.stranded == 0
     assert [bucket.size for bucket in report.buckets] == [1, 4, 8]
-    assert not [note for note in report.notes if "stay in" in note]
+    assert not [note for note in report.notes if "stay with" in note]
     for rows in range(1, 9):
         assert torch.equal(manager.run({"x": floats(rows)})["y"], floats(rows) * 2)
     assert manager.stats().fallbacks == {"not_recorded": 1}
@@ -302,7 +302,9 @@ def test_little_memory_is_not_worth_it() -> None:
     manager = manager_of(step, max_batch=8, buckets=(1, 2, 4), recorder=recorder)
     report = manager.capture(step.watch)
     assert "reclaimed" not in recorder.log
-    assert [n for n in report.notes if n.startswith("1.00 MiB that failed recordings took stay in")]
+    assert [
+        n for n in report.notes if n.startswith("1.00 MiB that failed recordings cost stay with")
+    ]
 
 
 def test_a_host_that_goes_through_the_phases_itself_is_told() -> None:

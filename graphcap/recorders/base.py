@@ -90,8 +90,8 @@ class Recorder(ABC):
     that keeps the model alive itself; the others then take half the time. A tape always watches."""
 
     stranded: int = 0
-    """Bytes that attempts which failed left in memory that the recordings share. The next recordings can use
-    them; the device has them back only when the recordings are closed; see `reclaim`."""
+    """Bytes that failed attempts cost as long as other recordings live: what they took in memory that all
+    share, and what others take because they can no longer share it. See `reclaim`."""
 
     repeatable: bool = False
     """Whether its recordings keep what `Recording.repeated` needs, where torch can. Set it before."""

@@ -35,6 +35,8 @@ from graphcap.undo import let_go
 
 logger = logging.getLogger(__name__)
 
+_TRIES = 5
+
 
 class CaptureTrace(StepGuard):
     """Watches a step under capture and counts the graph nodes that each operation makes."""
@@ -187,6 +189,7 @@ class CudaRecorder(Recorder):
         self._lease: StreamLease | None = StreamLease(device)
         self._stream = self._lease.stream
         self._settled = False
+        self._split = False  # there are recordings in another pool than the present one
         self._new_pool()
         try:
             self._reader: GraphReader | None = GraphReader()
@@ -238,6 +241,8 @@ class CudaRecorder(Recorder):
             torch.cuda.synchronize(self.device)
             free_after, _ = torch.cuda.mem_get_info(self.device)
         nbytes = max(0, free_before - free_after)
+        if self._split:  # it could not use what the recordings in the other pool have
+            self.stranded += max(0, torch.cuda.memory_reserved(self.device) - reserved)
         assert self._lease is not None
         made = CudaRecording(graph, outputs, pinned, census, nbytes, self.device, self._lease, kept)
         self._made.add(made)
@@ -282,6 +287,7 @@ class CudaRecorder(Recorder):
                 # the graph's pool, for good: later recordings get another pool.
                 logger.debug("ending the broken capture: %s", error)
                 end_allocation_to(self._pool, self.device, graph)
+                self._split |= self._shared
                 self._new_pool()
         try:
             graph.reset()
@@ -290,7 +296,10 @@ class CudaRecorder(Recorder):
         torch.cuda.synchronize(self.device)
         # The random generators still expect a capture; one that succeeds frees them of that.
         own = [g for g in self.generators if g.device.type == "cuda"]
-        probe = run_probe(TorchCapture(self.device, generators=own))
+        for _ in range(_TRIES):  # another thread that broke the capture may break this one
+            probe = run_probe(TorchCapture(self.device, generators=own))
+            if probe.works:
+                break
         if not probe.works:
             raise RuntimeError(
                 f"{self.device} captures no more after a broken capture: {probe.detail}"
@@ -300,6 +309,7 @@ class CudaRecorder(Recorder):
     def reclaim(self) -> None:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
+        self._split = False
         super().reclaim()
 
     def close(self) -> None:
