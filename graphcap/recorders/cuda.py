@@ -27,7 +27,7 @@ from graphcap.recorders.graph_nodes import GraphReader
 from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.loop import GraphLoop, LoopDriver
 from graphcap.recorders.loop_probe import keeps_graphs, kept_graph, probe_loops, raw_stream
-from graphcap.recorders.probe import TorchCapture, end_allocation_to, run_probe
+from graphcap.recorders.probe import TorchCapture, give_up, run_probe
 from graphcap.recorders.source import raising_line
 from graphcap.recorders.streams import StreamLease
 from graphcap.recorders.tape import dispatch_row, storage_key, tensors_in
@@ -286,7 +286,7 @@ class CudaRecorder(Recorder):
                 # The driver had given the capture up. torch then leaves the allocator recording to
                 # the graph's pool, for good: later recordings get another pool.
                 logger.debug("ending the broken capture: %s", error)
-                end_allocation_to(self._pool, self.device, graph)
+                give_up(graph, self._pool, self.device)
                 self._split |= self._shared
                 self._new_pool()
         try:

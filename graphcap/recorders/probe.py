@@ -189,7 +189,7 @@ class TorchCapture:
             try:
                 self._graph.capture_end()
             except RuntimeError:
-                end_allocation_to(self._pool, self.device, self._graph)
+                give_up(self._graph, self._pool, self.device)
                 raise
 
     def replay(self) -> None:
@@ -265,10 +265,17 @@ def _draws(device: torch.device) -> bool:
 _broken: list[torch.cuda.CUDAGraph] = []
 
 
-def end_allocation_to(pool: Any, device: torch.device, graph: torch.cuda.CUDAGraph) -> None:
-    """After a capture that torch could not end: the allocator stops serving `pool`, and counts `graph`
-    no longer among its users, or the pool could never be given back. No capture may use it again: torch's
-    allocator of host memory has no such call, and goes on asking the graph, which therefore is kept."""
+def give_up(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    """After a capture that torch could not end: reset `graph`, stop the allocator from serving `pool`, and
+    count the graph no longer among the pool's users, or its memory could never be given back.
+
+    No capture may use `pool` again, and the graph is kept: torch's allocator of host memory goes on asking
+    it which streams are its own, and cannot be told to stop.
+    """
+    try:
+        graph.reset()  # newer torch does the rest of it here
+    except RuntimeError as error:
+        logger.debug("resetting the broken graph: %s", error)
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is None:  # its name in torch before 2.6
         end = getattr(torch._C, "_cuda_endAllocateCurrentStreamToPool", None)
