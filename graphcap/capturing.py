@@ -27,15 +27,6 @@ logger = logging.getLogger(__name__)
 _STRANDED_BYTES = 2**20
 """What a failed attempt may leave behind while other recordings live."""
 
-_CURES = {
-    "warmed up": "it fails without graphcap as well",
-    "recorded": "the same step ran when it was warmed up: look for what differs from run to run",
-    "verified": "verification also runs the step eagerly, on other inputs than the recorded ones: run "
-    "it so by itself, or give CaptureManager an example of realistic batches",
-    "timed": "run() would fail the same way: mend it, or leave it out with GRAPHCAP_VERIFY=off",
-}
-"""What is done with a bucket -> what to do where that fails."""
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -211,8 +202,22 @@ def _explained(error: Exception, size: int, phase: str) -> str:
         )
     return (
         f"bucket {size}: {type(error).__name__} at {line} while the step was {phase}: {error}; "
-        f"{_CURES[phase]}"
+        f"{_cure(phase)}"
     )
+
+
+def _cure(phase: str) -> str:
+    """What to do where a step fails while it is `phase`."""
+    if phase == "warmed up":
+        return "it fails without graphcap as well"
+    if phase == "recorded":
+        return "the same step ran when it was warmed up: look for what differs from run to run"
+    if phase == "verified":
+        return (
+            "verification also runs the step eagerly, on other inputs than the recorded ones: run it so "
+            "by itself, or give CaptureManager an example of realistic batches"
+        )
+    return "run() would fail the same way: mend it, or leave it out with GRAPHCAP_VERIFY=off"
 
 
 def check_allocations(census: Census, size: int) -> None:

@@ -1,4 +1,4 @@
-"""After a capture that torch could not end: its allocator's count of a pool's users is right, in any torch."""
+"""After a capture that torch could not end: the allocator's count of a pool's users is right."""
 
 from __future__ import annotations
 
