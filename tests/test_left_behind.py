@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_containment import Fault, collections_off, fail
+from test_containment import Fault, collections_off, fail, make, surroundings
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy import CPU, WIDTH, Inputs, double, floats, manager_of
 
@@ -336,6 +336,28 @@ def test_capture_after_phases_that_a_host_began_closes_what_they_recorded() -> N
     assert manager.capture().failures == {}
     assert begun.outputs == {}, "not closed"
     assert torch.equal(manager.run({"x": floats(3)})["y"], floats(3) * 2)
+
+
+def test_a_phase_of_a_host_that_is_interrupted_anywhere_puts_everything_back() -> None:
+    """Also in the middle of putting back: there is no capture() around it to do it again."""
+    for at in range(60):
+        manager, step = make()
+        before = surroundings(manager, step)
+        fault = Fault(fail(KeyboardInterrupt), at)
+        try:
+            with fault:
+                manager.warm_up(4)
+        except KeyboardInterrupt:
+            pass
+        assert surroundings(manager, step) == before, at
+        if not fault.fired:
+            break
+        manager.abandon()
+        assert manager.capture().failures == {}
+        manager.close()
+    else:
+        pytest.fail("a warm-up has not so many operations")
+    assert at > 8
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("the driver fails")])
