@@ -13,7 +13,8 @@ from graphcap.errors import VerificationError
 from graphcap.inputs import Inputs
 from graphcap.pool import BufferPool
 from graphcap.recorders.base import BoundStep, Recording, autocast_casts_not_kept
-from graphcap.saving import StepState
+from graphcap.saving import Saved, StepState, copy_back
+from graphcap.undo import surely
 from graphcap.written import Contents, InPlace, Place
 
 Agree = Callable[[bool], bool]
@@ -118,12 +119,21 @@ class BothRuns:
             return both
         finally:
             if both is None or not live or both.error is None:
-                self._state.restore(after)
-                written.put()
-                with torch.inference_mode():
-                    for name, output in recording.outputs.items():
-                        if name in replayed and distinct(output):
-                            output[:rows].copy_(replayed[name])
+                surely(lambda: self._keep_replay(recording, rows, after, written, replayed))
+
+    def _keep_replay(
+        self,
+        recording: Recording,
+        rows: int,
+        after: Saved,
+        written: Contents,
+        replayed: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Everything as the replay left it."""
+        self._state.restore(after)
+        written.put()
+        outputs = recording.outputs.items()
+        copy_back((t[:rows], replayed[n]) for n, t in outputs if n in replayed and distinct(t))
 
     def _judged(
         self,

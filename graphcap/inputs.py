@@ -21,6 +21,7 @@ from graphcap.errors import InputError
 from graphcap.operations import operation
 from graphcap.slots import PadPolicy, Slot, check_pad
 from graphcap.staging import SLOT_ALIGNMENT, Staging
+from graphcap.undo import surely
 
 __all__ = ["NUM_ROWS", "PadPolicy", "Slot", "StaticInputs"]
 
@@ -195,6 +196,7 @@ class StaticInputs:
 
     def _load(self, batch: Mapping[str, torch.Tensor], rows: int) -> None:
         resized = rows != self.rows
+        self.rows = 0  # a copy that fails leaves neither the old batch nor the new one
         if batch:
             near: list[tuple[torch.Tensor, torch.Tensor]] = []
             far: dict[str, torch.Tensor] = {}
@@ -290,7 +292,7 @@ class StaticInputs:
                 target.copy_(self._tensors[name][row].clone().expand_as(target))
             yield
         finally:
-            self._pad_words.copy_(declared)
+            surely(lambda: self._pad_words.copy_(declared))
 
     def poison_pads(self, rows: int) -> None:
         """Fill rows from `rows` on with 0xFF bytes (NaN, -1): a check that they are restored."""

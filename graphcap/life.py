@@ -77,13 +77,23 @@ class CaptureLife(CapturePhases):
                 notify(done, total, f"{what} bucket {size}")
                 phase(size)
                 done += 1
+            if phase == self.record:
+                self._record_again(notify, done, total)
         notify(total, total, "done")
+
+    def _record_again(self, notify: Progress, done: int, total: int) -> None:
+        """Give back what failed recordings took, which takes recording the others once more."""
+        while sizes := self._captured.taken_back():  # each round but the first: a bucket less
+            for size in sizes:
+                notify(done, total, f"recording bucket {size} again")
+                self.record(size)
 
     def _verify_and_time(self, size: int) -> None:
         self.verify(size)
         self.time(size)
 
     def _restart(self) -> None:
+        self._drop_recordings()  # of phases that a host began
         self._captured = self._new_capture()
         self._state, self._seconds, self._unwatched_note = "new", 0.0, None
         self._pointers_checked = False

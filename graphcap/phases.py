@@ -31,7 +31,7 @@ from graphcap.ring import Ring
 from graphcap.saving import StepState
 from graphcap.served import Served
 from graphcap.settings import Settings
-from graphcap.summary import report_of, unwatched_note
+from graphcap.summary import report_of, stranded_note, unwatched_note
 from graphcap.verify import Verifier
 from graphcap.written import InPlace, Written
 
@@ -345,6 +345,7 @@ class CapturePhases(OneCaller):
             self.recorder.why,
             *self._verifier.notes,
             self._unwatched_note,
+            stranded_note(self.recorder, self._captured.recordings),
             not_checked_note(bucket.pointers for bucket in self._captured.reports.values()),
             None if self._many is None else self._many.note,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from graphcap.inputs import Inputs
 from graphcap.ring import RingBuffer
+from graphcap.undo import surely
 
 Saved = tuple[Any, ...]
 
@@ -35,6 +36,7 @@ class StepState:
         """The tensors of `state`."""
         self.generators = tuple(item for item in state if isinstance(item, torch.Generator))
         self._saved = (*self.own, *(() if ring is None else ring.tensors))
+        self._kept: Saved | None = None  # what the outermost put_back saved
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -42,7 +44,11 @@ class StepState:
         return (*self.own, *(() if self._ring is None else self._ring.owned))
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """Save and restore this one as well from here on. What was saved before knows nothing of it."""
+        """Save and restore this one as well from here on. What was saved before knows nothing of it, save
+        what `put_back` is to put back: it gets the present contents."""
+        if self._kept is not None:
+            _, kept, *_ = self._kept
+            kept.append(tensor.clone())
         self._saved = (*self._saved, tensor)
 
     def save(self) -> Saved:
@@ -61,21 +67,25 @@ class StepState:
         for generator, value in zip(self.generators, generators, strict=True):
             generator.set_state(value)
         self._inputs.restore(slots)
-        with torch.inference_mode():
-            for tensor, value in zip(self._saved, state, strict=False):  # see adopt
-                tensor.copy_(value)
+        copy_back(zip(self._saved, state, strict=False))  # see adopt
         torch.set_rng_state(on_host)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, self._inputs.device)
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Slots, state and random generators are afterwards as they were."""
-        saved = self.save()
+        """Slots, state and random generators are afterwards as they were.
+
+        One inside another puts back what the other saved, and takes no memory for it.
+        """
+        outer = self._kept
+        saved = self.save() if outer is None else outer
         try:
+            self._kept = saved
             yield
         finally:
-            self.restore(saved)
+            self._kept = outer
+            surely(lambda: self.restore(saved))
 
     def drew_since(self, saved: Saved) -> bool:
         """Whether random numbers were drawn since `saved`."""
@@ -92,6 +102,13 @@ class StepState:
         state = {f"state {i}": t.clone().reshape(-1) for i, t in enumerate(self.own)}
         ring = {} if self._ring is None else self._ring.contents(rows)
         return slots | state | {name: tensor.clone() for name, tensor in ring.items()}
+
+
+def copy_back(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Into the first tensor of each pair what the second holds."""
+    with torch.inference_mode():  # also where the step made its tensors in that mode
+        for tensor, contents in pairs:
+            tensor.copy_(contents)
 
 
 def _flat(states: list[Any]) -> list[torch.Tensor]:

@@ -65,5 +65,15 @@ def unwatched_note(
     )
 
 
+def stranded_note(recorder: Recorder, recordings: Mapping[int, Recording]) -> str | None:
+    """Say how much memory failed recordings keep from being given back."""
+    if not recorder.stranded or not recordings:
+        return None
+    return (
+        f"{recorder.stranded / 2**20:.2f} MiB that failed recordings cost stay with the graph memory pool "
+        f"that the others share, until these are closed"
+    )
+
+
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -17,8 +17,9 @@ from graphcap.pool import BufferPool
 from graphcap.recorders.base import BoundStep, Loop, Recorder, Recording
 from graphcap.recorders.tape import storage_key
 from graphcap.ring import RingBuffer
-from graphcap.saving import Saved, StepState
+from graphcap.saving import Saved, StepState, copy_back
 from graphcap.timing import least_ms
+from graphcap.undo import surely
 from graphcap.written import InPlace
 
 _FAR = 0.2
@@ -133,13 +134,11 @@ class Verifier:
                     with self._together():
                         self._compare_pads(recording, unpadded, size, declared)
                 finally:
-                    self._state.restore(after_replay)
+                    surely(lambda: self._state.restore(after_replay))
             return both.largest
         finally:
             # An output may lie in memory that nobody told us of: it gets its contents back.
-            with torch.inference_mode():
-                for output, contents in zip(own, before, strict=True):
-                    output.copy_(contents)
+            surely(lambda: copy_back(zip(own, before, strict=True)))
 
     def time(self, recording: Recording, size: int) -> float:
         """The least time in ms of a few replays of a fresh batch of `size` rows.
@@ -154,7 +153,7 @@ class Verifier:
                 recording.replay, self._inputs.device, before=lambda: self._state.restore(before)
             )
         finally:
-            self._state.restore(before)
+            surely(lambda: self._state.restore(before))
 
     def check_live(self, recording: Recording, eager: BoundStep, size: int) -> Mismatch | None:
         """Replay on what the slots hold now and compare with `eager`. Afterwards everything is as the

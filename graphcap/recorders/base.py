@@ -107,6 +107,10 @@ class Recorder(ABC):
     named: Sequence[Range] = ()
     """Memory that is known by name, for messages of that check and its report. Set it before."""
 
+    stranded: int = 0
+    """Bytes that failed attempts cost as long as other recordings live: what they took in memory that all
+    share, and what others take because they can no longer share it. See `reclaim`."""
+
     repeatable: bool = False
     """Whether its recordings keep what `Recording.repeated` needs, where torch can. Set it before."""
 
@@ -134,6 +138,10 @@ class Recorder(ABC):
             Of those that point at memory which has been freed since they were made.
         """
         return {}
+
+    def reclaim(self) -> None:
+        """All recordings are closed: give back what is `stranded`."""
+        self.stranded = 0
 
     def close(self) -> None:
         """Give back what the recordings shared. Idempotent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import traceback
+import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -23,16 +23,21 @@ from graphcap.recorders.base import (
     autocast_casts_not_kept,
     garbage_collection_held,
 )
+from graphcap.recorders.broken_capture import explained
 from graphcap.recorders.graph_nodes import GraphReader
 from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.loop import GraphLoop, LoopDriver
 from graphcap.recorders.loop_probe import keeps_graphs, kept_graph, probe_loops, raw_stream
 from graphcap.recorders.pointer_watch import PointerWatch, RecordedPointers
-from graphcap.recorders.probe import TorchCapture, end_allocation_to, run_probe
+from graphcap.recorders.probe import TorchCapture, give_up, run_probe
 from graphcap.recorders.source import raising_line
+from graphcap.recorders.streams import StreamLease
 from graphcap.recorders.tape import dispatch_row, storage_key, tensors_in
+from graphcap.undo import let_go
 
 logger = logging.getLogger(__name__)
+
+_TRIES = 5
 
 
 class CaptureTrace(StepGuard):
@@ -129,11 +134,13 @@ class CudaRecording(Recording):
         census: Census,
         nbytes: int,
         device: torch.device,
+        lease: StreamLease,
         kept: bool = False,
         addresses: RecordedPointers | None = None,
     ) -> None:
         self._device = device
         self.addresses = addresses
+        self._lease: StreamLease | None = lease
         self._kept = kept
         self.outputs = outputs
         self.nbytes = nbytes
@@ -182,6 +189,7 @@ class CudaRecording(Recording):
             self.pinned = ()
             if self.addresses is not None:
                 self.addresses.forget()
+            self._lease = None
             del self.replay  # the method above answers from here on
 
 
@@ -202,10 +210,11 @@ class CudaRecorder(Recorder):
                 f"the cuda recorder needs a CUDA device, found {device}; use GRAPHCAP_RECORDER=tape"
             )
         self.device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._lease: StreamLease | None = StreamLease(device)
+        self._stream = self._lease.stream
         self._settled = False
-        self._made: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
+        self._split = False  # there are recordings in another pool than the present one
+        self._new_pool()
         try:
             self._reader: GraphReader | None = GraphReader()
         except BackendError as error:
@@ -235,12 +244,13 @@ class CudaRecorder(Recorder):
                 torch.cuda.empty_cache()
                 self._settled = True
             free_before, _ = torch.cuda.mem_get_info(self.device)
-            if not any(recording.is_open for recording in self._made):
-                # torch does not take a pool again whose graphs are all gone.
-                self._pool = torch.cuda.graph_pool_handle()
+            reserved = torch.cuda.memory_reserved(self.device)
+            if not self._shared:  # torch does not take a pool again whose graphs are all gone
+                self._new_pool()
             kept = self.repeatable and keeps_graphs()
             addresses = self._watch.began() if self.checks_pointers else None
             graph = kept_graph() if kept else torch.cuda.CUDAGraph()
+            handled = sys.exc_info()[1]
             try:
                 for generator in self.generators:
                     if generator.device.type == "cuda":
@@ -248,24 +258,37 @@ class CudaRecorder(Recorder):
                 outputs, pinned, census = self._capture(graph, step, kept, addresses)
             except BaseException as error:
                 line = raising_line(error.__traceback__)
-                # What the step had allocated is held by its frames until they are cleared.
-                traceback.clear_frames(error.__traceback__)
+                let_go(error, handled)  # and with it what the step had allocated
+                if self._shared:  # no segment is given back in the middle of a capture
+                    grown = torch.cuda.memory_reserved(self.device) - reserved
+                    self.stranded += max(0, grown)
                 self._recover(graph)
                 if isinstance(error, CaptureError) or not isinstance(error, Exception):
                     raise
-                raise _explained(error, bucket, line) from error
+                raise explained(error, bucket, line) from error
             torch.cuda.synchronize(self.device)
             free_after, _ = torch.cuda.mem_get_info(self.device)
         nbytes = max(0, free_before - free_after)
-        made = CudaRecording(graph, outputs, pinned, census, nbytes, self.device, kept, addresses)
+        grown = max(0, torch.cuda.memory_reserved(self.device) - reserved)
+        assert self._lease is not None
+        made = CudaRecording(
+            graph, outputs, pinned, census, nbytes, self.device, self._lease, kept, addresses
+        )
         self._made.add(made)
         if addresses is not None:
-            addresses.made(self._pool, pinned)
             try:
+                addresses.made(self._pool, pinned)
                 addresses.check(bucket, self.named)
-            except CaptureError:
+            except BaseException:
+                del outputs, pinned  # the graph's memory, which is to be given back
                 made.close()
+                if self._shared:
+                    self.stranded += grown
+                else:
+                    torch.cuda.empty_cache()
                 raise
+        if self._split:  # it could not use what the recordings in the other pool have
+            self.stranded += grown
         return made
 
     def dangling(self, recordings: Mapping[int, Recording]) -> Mapping[int, CaptureError]:
@@ -280,6 +303,15 @@ class CudaRecorder(Recorder):
                     found[size] = error
                 addresses.forget()
         return found
+
+    def _new_pool(self) -> None:
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._made: weakref.WeakSet[CudaRecording] = weakref.WeakSet()  # in this pool
+
+    @property
+    def _shared(self) -> bool:
+        """Whether the pool has a graph, and so what is taken there stays."""
+        return any(recording.is_open for recording in self._made)
 
     def _capture(
         self,
@@ -315,32 +347,31 @@ class CudaRecorder(Recorder):
                 # The driver had given the capture up. torch then leaves the allocator recording to
                 # the graph's pool, for good: later recordings get another pool.
                 logger.debug("ending the broken capture: %s", error)
-                end_allocation_to(self._pool, self.device)
-                self._pool = torch.cuda.graph_pool_handle()
+                give_up(graph, self._pool, self.device)
+                self._split |= self._shared
+                self._new_pool()
         try:
             graph.reset()
         except RuntimeError as error:
             logger.debug("resetting the broken graph: %s", error)
         torch.cuda.synchronize(self.device)
         # The random generators still expect a capture; one that succeeds frees them of that.
-        probe = run_probe(TorchCapture(self.device))
+        own = [g for g in self.generators if g.device.type == "cuda"]
+        for _ in range(_TRIES):  # another thread that broke the capture may break this one
+            probe = run_probe(TorchCapture(self.device, generators=own))
+            if probe.works:
+                break
         if not probe.works:
             raise RuntimeError(
                 f"{self.device} captures no more after a broken capture: {probe.detail}"
             )
         torch.cuda.empty_cache()
 
+    def reclaim(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        self._split = False
+        super().reclaim()
+
     def close(self) -> None:
-        self._pool = None
-
-
-def _explained(error: Exception, bucket: int, line: str) -> CaptureError:
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return CaptureError(
-            f"bucket {bucket}: out of device memory at {line} while recording: {error}; record "
-            f"fewer or smaller buckets (GRAPHCAP_BUCKETS) or leave the device more free memory"
-        )
-    return CaptureError(
-        f"bucket {bucket}: {type(error).__name__} at {line} while recording: {error}; remove what "
-        f"synchronises or allocates outside torch there, or use GRAPHCAP_RECORDER=tape"
-    )
+        self._pool = self._lease = None

@@ -36,6 +36,16 @@ _MACHINERY = (
 )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that host or device memory is out. On the host torch raises a RuntimeError."""
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "out of memory" in text or "not enough memory" in text
+    )
+
+
 def calling_line() -> str:
     """``file:line (function)`` of the innermost frame that is the step's own code."""
     frame: FrameType | None = sys._getframe(1)
