@@ -18,6 +18,7 @@ class StreamLease:
     workspace, so they hold it too."""
 
     def __init__(self, device: torch.device) -> None:
-        idle = _idle.setdefault(device, [])
+        index = torch.cuda.current_device() if device.index is None else device.index
+        idle = _idle.setdefault(torch.device("cuda", index), [])
         self.stream = idle.pop() if idle else torch.cuda.Stream(device)
         weakref.finalize(self, idle.append, self.stream).atexit = False

@@ -11,7 +11,7 @@ from pointer_fakes import GraphDriver, segment, words
 
 from graphcap.errors import DanglingPointerError
 from graphcap.live_memory import Range
-from graphcap.recorders import cuda
+from graphcap.recorders import cuda, streams
 from graphcap.recorders.pointer_watch import NO_BINDINGS, PointerWatch
 
 BASE, GRAPH = 0x7F0000000000, 0x7F0040000000
@@ -24,6 +24,7 @@ class Device:
     def __init__(self):
         self.said = []
         self.table = "live"
+        self.reserved = 0
         self.driver = GraphDriver()
         self.graph = [self.driver.kernel("k", words(BASE), words(BASE + 1032), words(GRAPH))]
 
@@ -84,8 +85,11 @@ def device(monkeypatch):
         "stream": nullcontext(),
         "is_current_stream_capturing": False,
         "mem_get_info": (100, 1000),
+        "current_device": 0,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: made.reserved)
+    monkeypatch.setattr(streams, "_idle", {})
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, made.log(name))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", made.snapshot)
@@ -132,10 +136,38 @@ def test_a_fault_closes_the_recording_and_the_next_one_is_made(device):
         DanglingPointerError, match=r"bucket 2: node 0 \(kernel k\), argument 1: .* in use"
     ):
         recorder.record(drop, 2)
-    assert device.said[-1] == "reset"
+    assert device.said[-2:] == ["reset", "empty_cache"]
     assert "replay" not in device.said
+    assert recorder.stranded == 0
     device.table = "live"
     assert recorder.record(step, 2).pointers.pointers_checked == 3
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt()])
+def test_what_a_faulty_recording_took_beside_others_is_counted_as_stranded(
+    device, error, monkeypatch
+):
+    recorder = recorder_on(device)
+    kept = recorder.record(step, 4)
+    before = device.said.count("reset")
+
+    def drop():
+        device.table = "free"
+        device.reserved += 2**22
+        return step()
+
+    def interrupted(*_):
+        raise error
+
+    if error is not None:
+        monkeypatch.setattr(cuda.RecordedPointers, "check", interrupted)
+    with pytest.raises(DanglingPointerError if error is None else KeyboardInterrupt):
+        recorder.record(drop, 2)
+    assert kept.is_open
+    assert device.said.count("reset") == before + 1, "the faulty one is closed"
+    assert recorder.stranded == 2**22
+    recorder.reclaim()
+    assert recorder.stranded == 0
 
 
 def test_all_recordings_are_looked_at_again_with_one_snapshot(device):
