@@ -96,7 +96,6 @@ class CaptureLife(CapturePhases):
         self._drop_recordings()  # of phases that a host began
         self._captured = self._new_capture()
         self._state, self._seconds, self._unwatched_note = "new", 0.0, None
-        self._pointers_checked = False
 
     def _write_report(self, served: ManagerStats | None) -> None:
         path = self.settings.report

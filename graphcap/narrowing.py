@@ -8,6 +8,7 @@ copies is looked at by further recordings.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,7 @@ import torch
 from graphcap.checks import first_difference
 from graphcap.recorders.base import BoundStep, Recorder, autocast_casts_not_kept
 from graphcap.recorders.witness import StepWitness, Witnessed
+from graphcap.undo import let_go
 
 BUDGET = 2**28
 """Bytes of copies that one recording keeps."""
@@ -51,12 +53,21 @@ class Narrowing:
         """What was found of `step`, for the end of a message. Never raises an `Exception`: what goes wrong
         here must not hide what it is about, and is told in the sentence."""
         try:
-            return self._search(step, bucket)
+            with self._recorder.apart():
+                return self._search_and_let_go(step, bucket)
         except Exception as error:
             return (
                 f"the operation could not be named: looking for it ended with "
                 f"{type(error).__name__}: {error.args[0] if error.args else error}"
             )
+
+    def _search_and_let_go(self, step: BoundStep, bucket: int) -> str:
+        handled = sys.exc_info()[1]
+        try:
+            return self._search(step, bucket)
+        except BaseException as error:
+            let_go(error, handled)  # the copies, before their memory is given back
+            raise
 
     def _search(self, step: BoundStep, bucket: int) -> str:
         began, first = time.perf_counter(), 0

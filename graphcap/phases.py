@@ -226,6 +226,7 @@ class CapturePhases(OneCaller):
         """Give back what an unfinished capture holds. The manager is new again."""
         with self._alone("abandon()"):
             self._give_up()
+            self._captured = self._new_capture()
 
     def failure_of(self, size: int) -> str | None:
         """Why bucket `size` has no recording; None where it has one, or was not tried."""
@@ -319,9 +320,13 @@ class CapturePhases(OneCaller):
             served.stop()
         self._fallback.forget()
         self._steady = None
+        # What was looked at keeps tensors alive that the step may have let go since.
         if self._fingerprint is not None:
             self._fingerprint.close()
             self._fingerprint = None
+        self._before, self._named, self._pointers_checked = None, (), False
+        self._verifier.compare_in_place(None)
+        self._state_of_step.forget_adopted()
 
     @contextmanager
     def _phase(self, what: str, states: tuple[str, ...]) -> Iterator[None]:

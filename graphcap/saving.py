@@ -36,6 +36,7 @@ class StepState:
         """The tensors of `state`."""
         self.generators = tuple(item for item in state if isinstance(item, torch.Generator))
         self._saved = (*self.own, *(() if ring is None else ring.tensors))
+        self._first = len(self._saved)  # others are adopted
         self._kept: Saved | None = None  # what the outermost put_back saved
 
     @property
@@ -50,6 +51,10 @@ class StepState:
             _, kept, *_ = self._kept
             kept.append(tensor.clone())
         self._saved = (*self._saved, tensor)
+
+    def forget_adopted(self) -> None:
+        """Save and restore no more than at first."""
+        self._saved = self._saved[: self._first]
 
     def save(self) -> Saved:
         device = self._inputs.device

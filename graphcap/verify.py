@@ -63,8 +63,8 @@ class Verifier:
         self._recorder = recorder
         self._padding_notes: dict[str, None] = {}
 
-    def compare_in_place(self, in_place: InPlace) -> None:
-        """From here on compare what steps write there as well."""
+    def compare_in_place(self, in_place: InPlace | None) -> None:
+        """From here on compare what steps write there as well; None: nothing."""
         self._both.in_place = in_place
 
     @property

@@ -139,6 +139,12 @@ class Recorder(ABC):
         """
         return {}
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Recordings that are made inside, and closed there, share no memory with others: all that they
+        took is given back at the end."""
+        yield
+
     def reclaim(self) -> None:
         """All recordings are closed: give back what is `stranded`."""
         self.stranded = 0

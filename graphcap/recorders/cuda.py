@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -214,6 +215,8 @@ class CudaRecorder(Recorder):
         self._stream = self._lease.stream
         self._settled = False
         self._split = False  # there are recordings in another pool than the present one
+        self._pool: Any = None
+        self._made: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
         self._new_pool()
         try:
             self._reader: GraphReader | None = GraphReader()
@@ -247,6 +250,8 @@ class CudaRecorder(Recorder):
             reserved = torch.cuda.memory_reserved(self.device)
             if not self._shared:  # torch does not take a pool again whose graphs are all gone
                 self._new_pool()
+                if not self._split:
+                    self.stranded = 0  # nothing is left that could keep it
             kept = self.repeatable and keeps_graphs()
             addresses = self._watch.began() if self.checks_pointers else None
             graph = kept_graph() if kept else torch.cuda.CUDAGraph()
@@ -304,9 +309,20 @@ class CudaRecorder(Recorder):
                 addresses.forget()
         return found
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        outside = self._pool, self._made, self._split, self.stranded
+        try:
+            self._split = False
+            self._new_pool()
+            yield
+        finally:
+            self._pool, self._made, self._split, self.stranded = outside
+            torch.cuda.empty_cache()
+
     def _new_pool(self) -> None:
-        self._pool: Any = torch.cuda.graph_pool_handle()
-        self._made: weakref.WeakSet[CudaRecording] = weakref.WeakSet()  # in this pool
+        self._pool = torch.cuda.graph_pool_handle()
+        self._made = weakref.WeakSet()  # in this pool
 
     @property
     def _shared(self) -> bool:

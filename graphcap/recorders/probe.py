@@ -281,13 +281,14 @@ def give_up(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Non
         end = getattr(torch._C, "_cuda_endAllocateCurrentStreamToPool", None)
     if end is None:
         return
+    index = _with_index(device).index
     try:
-        end(device.index or 0, pool)
+        end(index, pool)
     except RuntimeError as error:  # it had ended already, or never begun: nothing is counted
         logger.debug("ending allocation to the graph pool: %s", error)
         return
     _broken.append(graph)
-    torch._C._cuda_releasePool(device.index or 0, pool)
+    torch._C._cuda_releasePool(index, pool)
 
 
 _found: dict[tuple[torch.device, Callable[..., Any]], CaptureProbe] = {}

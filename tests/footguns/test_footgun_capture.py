@@ -311,7 +311,7 @@ def test_17_kin_at_any_run_of_the_step(at: int):
     manager = manager_of(step, buckets=(1, 2))
     failures = manager.capture().failures
     assert len(failures) == 1
-    assert "MemoryError" in next(iter(failures.values()))
+    assert "no memory for the step" in next(iter(failures.values()))
     for rows in (1, 2, 3):
         assert torch.equal(run(manager, rows), floats(rows) * 2)
 

@@ -264,6 +264,41 @@ def test_memory_of_a_bucket_that_runs_out_of_it_is_returned_while_earlier_graphs
     assert_no_more(held(device), clean)
 
 
+class Differs(Step):
+    """400 MiB of intermediates, two of 4 MiB at a time; bucket 4 is recorded otherwise than it runs."""
+
+    def compute(self, inputs: Any) -> dict[str, torch.Tensor]:
+        big = torch.zeros(2**20, device=self.weight.device)
+        for _ in range(100):
+            big = big + 1
+        outputs = super().compute(inputs)
+        if inputs["x"].shape[0] == 4 and torch.cuda.is_current_stream_capturing():
+            outputs["y"].add_(1)
+        return outputs
+
+
+def test_the_search_for_the_operation_that_differs_keeps_no_memory_of_the_graphs(
+    device: torch.device, clean: tuple[int, int]
+) -> None:
+    """It records the step with a copy of every result, beside the graphs that serve."""
+    without, _ = make(device, (8, 2, 1), Differs)
+    assert without.capture().failures == {}
+    usual = held(device)
+    without.close()
+    del without
+
+    manager, step = make(device, kind=Differs)
+    report = manager.capture()
+    assert set(report.failures) == {4}
+    assert "differs from the eager step" in report.failures[4]
+    assert "took another way" in report.failures[4] or "result differs is" in report.failures[4]
+    assert_no_more(held(device), usual)
+    assert_serves(manager, step, {8, 2, 1})
+    manager.close()
+    del manager, step
+    assert_no_more(held(device), clean)
+
+
 def test_torch_itself_does_not_return_it_while_a_graph_of_the_pool_lives(
     device: torch.device, clean: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -166,8 +167,31 @@ def test_what_a_faulty_recording_took_beside_others_is_counted_as_stranded(
     assert kept.is_open
     assert device.said.count("reset") == before + 1, "the faulty one is closed"
     assert recorder.stranded == 2**22
-    recorder.reclaim()
-    assert recorder.stranded == 0
+    kept.close()
+    device.table = "live"
+    recorder.named = [Range(BASE, BASE + 2048, "weights", "named")]
+    if error is None:
+        recorder.record(step, 2)
+        assert recorder.stranded == 0, "nothing lives that could have kept it"
+
+
+def test_what_is_recorded_apart_has_a_pool_of_its_own_and_is_given_back(device, monkeypatch):
+    numbers = itertools.count(1)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(numbers)))
+    used = []
+    monkeypatch.setattr(Graph, "capture_begin", lambda self, **given: used.append(given["pool"]))
+    recorder = recorder_on(device)
+    recorder.checks_pointers = False
+    kept = recorder.record(step, 4)
+    recorder.stranded = 7
+    with recorder.apart():
+        recorder.record(step, 2).close()
+        device.said.clear()
+    assert device.said == ["empty_cache"]
+    assert kept.is_open
+    assert recorder.stranded == 7
+    recorder.record(step, 1)
+    assert used[0] == used[2] != used[1]
 
 
 def test_all_recordings_are_looked_at_again_with_one_snapshot(device):
