@@ -211,8 +211,7 @@ class CudaRecorder(Recorder):
                 f"the cuda recorder needs a CUDA device, found {device}; use GRAPHCAP_RECORDER=tape"
             )
         self.device = device
-        self._lease: StreamLease | None = StreamLease(device)
-        self._stream = self._lease.stream
+        self._lent: StreamLease | None = StreamLease(device)
         self._settled = False
         self._split = False  # there are recordings in another pool than the present one
         self._pool: Any = None
@@ -248,10 +247,10 @@ class CudaRecorder(Recorder):
                 self._settled = True
             free_before, _ = torch.cuda.mem_get_info(self.device)
             reserved = torch.cuda.memory_reserved(self.device)
-            if not self._shared:  # torch does not take a pool again whose graphs are all gone
-                self._new_pool()
-                if not self._split:
-                    self.stranded = 0  # nothing is left that could keep it
+            if not self._shared and not self._split:
+                self.stranded = 0  # nothing is left that could keep it
+            if self._pool is None or not self._shared:
+                self._new_pool()  # torch does not take a pool again whose graphs are all gone
             kept = self.repeatable and keeps_graphs()
             addresses = self._watch.began() if self.checks_pointers else None
             graph = kept_graph() if kept else torch.cuda.CUDAGraph()
@@ -275,7 +274,6 @@ class CudaRecorder(Recorder):
             free_after, _ = torch.cuda.mem_get_info(self.device)
         nbytes = max(0, free_before - free_after)
         grown = max(0, torch.cuda.memory_reserved(self.device) - reserved)
-        assert self._lease is not None
         made = CudaRecording(
             graph, outputs, pinned, census, nbytes, self.device, self._lease, kept, addresses
         )
@@ -319,6 +317,17 @@ class CudaRecorder(Recorder):
         finally:
             self._pool, self._made, self._split, self.stranded = outside
             torch.cuda.empty_cache()
+
+    @property
+    def _lease(self) -> StreamLease:
+        """Of the stream; another one after `close`."""
+        if self._lent is None:
+            self._lent = StreamLease(self.device)
+        return self._lent
+
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        return self._lease.stream
 
     def _new_pool(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -390,4 +399,4 @@ class CudaRecorder(Recorder):
         super().reclaim()
 
     def close(self) -> None:
-        self._pool = self._lease = None
+        self._pool = self._lent = None

@@ -175,6 +175,22 @@ def test_what_a_faulty_recording_took_beside_others_is_counted_as_stranded(
         assert recorder.stranded == 0, "nothing lives that could have kept it"
 
 
+def test_a_recorder_that_one_manager_closed_records_for_another(device, monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda _: SimpleNamespace(wait_stream=lambda other: 0, cuda_stream=9)
+    )
+    recorder = recorder_on(device)
+    recorder.checks_pointers = False
+    first, stream = recorder.record(step, 4), recorder._stream
+    recorder.close()
+    assert recorder._stream is not stream, "a recording made on it lives"
+    assert recorder.record(step, 2).is_open
+    first.close()
+    recorder.close()
+    lent = [cuda.StreamLease(recorder.device) for _ in range(2)]
+    assert stream in [lease.stream for lease in lent]
+
+
 def test_what_is_recorded_apart_has_a_pool_of_its_own_and_is_given_back(device, monkeypatch):
     numbers = itertools.count(1)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(numbers)))
