@@ -85,15 +85,15 @@ class BothRuns:
         """Replay, run eagerly from the same inputs, and compare.
 
         Afterwards everything is as the replay left it; with `live`, where they differ, as the eager step
-        did. Where they differ at first, the eager step runs once more (on all ranks), with what is written
-        in place put back as well: `state` should name what it reads there.
+        did; after an exception all but the outputs is as it was before. Where they differ at first, the
+        eager step runs once more (on all ranks), with what is written in place put back as well: `state`
+        should name what it reads there.
         """
         rows, what = self._inputs.rows, f"bucket {size} with {self._inputs.rows} rows"
         places = self._places(rows)
         after = before = self._state.save()
         written = held = Contents(places)
         replayed: dict[str, torch.Tensor] = {}
-        both: Both | None = None
         try:
             try:
                 recording.replay()
@@ -116,10 +116,17 @@ class BothRuns:
                     second = Both(*_compared(replayed, self._real(outputs, rows), what), outputs)
                     found = written.difference(Contents(places))
                     both = self._judged(both, second, changed, found, held, written, what)
+            if not live or both.error is None:
+                self._keep_replay(recording, rows, after, written, replayed)
             return both
-        finally:
-            if both is None or not live or both.error is None:
-                surely(lambda: self._keep_replay(recording, rows, after, written, replayed))
+        except BaseException:
+            surely(lambda: self._undo(before, held))
+            raise
+
+    def _undo(self, before: Saved, held: Contents) -> None:
+        """Everything as it was before the replay, but outputs."""
+        self._state.restore(before)
+        held.put()
 
     def _keep_replay(
         self,
@@ -133,7 +140,7 @@ class BothRuns:
         self._state.restore(after)
         written.put()
         outputs = recording.outputs.items()
-        copy_back((t[:rows], replayed[n]) for n, t in outputs if n in replayed and distinct(t))
+        copy_back((t[:rows], replayed[n]) for n, t in outputs if distinct(t))
 
     def _judged(
         self,

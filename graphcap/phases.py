@@ -117,7 +117,7 @@ class CapturePhases(OneCaller):
         )
         self._unwatched_note: str | None = None
         self._verified = self._turns = 0  # replays that were checked; steps asked of recordings
-        self._writes_report = False
+        self._writes_report = self._warned_unverified = False
 
     # -- the phases, one bucket at a time --------------------------------------------------------
 

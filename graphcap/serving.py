@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -16,8 +17,10 @@ from graphcap.life import CaptureLife
 from graphcap.many import ManySteps
 from graphcap.output_views import OutputViews
 from graphcap.recorders.base import BoundStep, Recording
+from graphcap.recorders.source import is_out_of_memory
 from graphcap.ring import Many
 from graphcap.served import Served
+from graphcap.undo import let_go
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +150,7 @@ class Serving(CaptureLife):
     def _serve_checked(
         self, served: Served, recording: Recording, count: int, eager: BoundStep
     ) -> Mapping[str, torch.Tensor] | None:
-        """Replay, and hold it against `eager`.
+        """Replay, and hold it against `eager`. Where there is no memory for that, replay alone.
 
         Returns:
             None; where they differ the eager step's outputs, of all rows: the bucket is given up.
@@ -155,7 +158,16 @@ class Serving(CaptureLife):
         Raises:
             VerificationError: they differ and fallbacks are errors.
         """
-        found = self._verifier.check_live(recording, eager, served.size)
+        handled = sys.exc_info()[1]
+        try:
+            found = self._verifier.check_live(recording, eager, served.size)
+        except Exception as error:
+            if self._agree is not None or not is_out_of_memory(error):
+                raise
+            let_go(error, handled)
+            self._note_unverified(served.size, error)
+            self._serve(served, recording, count)
+            return None
         if found is None:
             self._verified += 1
             self._count(served, count, 1)
@@ -174,6 +186,18 @@ class Serving(CaptureLife):
         )
         self._fallback.count(count, "rank_failed" if found.elsewhere else "verification")
         return found.outputs
+
+    def _note_unverified(self, size: int, error: Exception) -> None:
+        if not self._warned_unverified:
+            self._warned_unverified = True
+            warn(
+                logger,
+                "verification",
+                "a replay of bucket %d served its step but was not held against the eager one: %s; leave "
+                "the device more free memory, or unset GRAPHCAP_VERIFY",
+                size,
+                error,
+            )
 
     @staticmethod
     def _count(served: Served, count: int, steps: int) -> None:

@@ -157,7 +157,8 @@ class Verifier:
 
     def check_live(self, recording: Recording, eager: BoundStep, size: int) -> Mismatch | None:
         """Replay on what the slots hold now and compare with `eager`. Afterwards everything is as the
-        replay left it or, where they differ, as the eager step did, run from what was there before."""
+        replay left it or, where they differ, as the eager step did, run from what was there before; after
+        an exception slots, state and what is compared in place are as before."""
         try:
             both = self._both.run(recording, eager, size, live=True)
         except BaseException:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from test_containment import Fault, fail
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy import CPU, Inputs, floats, manager_of
 
 from graphcap.errors import CaptureError, StaleRecordingError
 from graphcap.recorders.base import BoundStep, Recording
 from graphcap.recorders.tape import TapeRecorder, TapeRecording
+from graphcap.settings import Settings
 
 
 class Watching(TapeRecorder):
@@ -166,3 +168,75 @@ def test_phases_that_begin_anew_begin_anew() -> None:
     report = manager.finish()
     assert set(report.failures) == {1}
     assert [bucket.size for bucket in report.buckets] == [2, 4]
+
+
+class Counts:
+    """Adds the number of its runs, and keeps it in a table that is not in `state`."""
+
+    def __init__(self) -> None:
+        self.counter, self.table = torch.zeros(1), torch.zeros(4)
+
+    def __call__(self, inputs: Inputs) -> dict[str, torch.Tensor]:
+        self.counter.add_(1)
+        self.table.copy_(self.counter.expand(4))
+        return {"y": inputs["x"] * 2 + self.counter}
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("CUDA out of memory.")])
+def test_a_check_while_serving_that_runs_out_of_memory_anywhere_leaves_the_replay(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = Counts()
+    manager = manager_of(step, state=[step.counter], settings=Settings(verify_every=1))
+    assert manager.capture().failures == {}
+    warned, last = 0, 0
+    for at in range(400):
+        manager._warned_unverified = False
+        caplog.clear()
+        fault, before, x = (
+            Fault(fail(type(error), str(error)), at),
+            manager.stats(),
+            floats(3, seed=at),
+        )
+        try:
+            with fault:
+                y = manager.run({"x": x})["y"]
+        except type(error):
+            assert not warned, "the batch was not in yet"
+            assert float(step.counter) == at
+            y = manager.run({"x": x})["y"]
+        runs = at + 1
+        assert torch.equal(y, x * 2 + runs), at
+        assert float(step.counter) == runs, at
+        assert step.table.tolist() == [runs] * 4, at
+        if not fault.fired:
+            break
+        last = at
+        after = manager.stats()
+        assert after.replays == before.replays + 1
+        assert after.fallbacks == {}
+        if "was not held against the eager one" in caplog.text:
+            warned += 1
+            assert after.verified == before.verified
+    assert last > 20
+    assert warned > last / 2
+
+
+def test_what_else_fails_in_a_check_while_serving_is_raised_and_the_step_has_not_run() -> None:
+    step = Counts()
+    manager = manager_of(step, state=[step.counter], settings=Settings(verify_every=1))
+    assert manager.capture().failures == {}
+    manager.run({"x": floats(3)})  # makes the views of its outputs, which takes operations
+    raised = 0
+    for at in range(400):
+        before = (float(step.counter), step.table.tolist())
+        fault = Fault(fail(ZeroDivisionError), at)
+        try:
+            with fault:
+                manager.run({"x": floats(3)})
+        except ZeroDivisionError:
+            raised += 1
+            assert (float(step.counter), step.table.tolist()) == before, at
+        if not fault.fired:
+            break
+    assert raised > 20
