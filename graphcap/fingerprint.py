@@ -80,6 +80,25 @@ class _Window:
         return True
 
 
+class _Assigned:
+    """Called before a module gets a parameter, buffer or submodule. The one that it has already, where it
+    was, is no change: vLLM 0.6.3 assigns its rotary tables so in every eager step."""
+
+    def __init__(self, fingerprint: Fingerprint, members: str) -> None:
+        self._fingerprint = weakref.ref(fingerprint)
+        self._members = members
+
+    def __call__(self, module: torch.nn.Module, name: str, value: Any) -> None:
+        fingerprint = self._fingerprint()
+        if fingerprint is None or fingerprint._all_due:
+            return
+        if vars(module).get(self._members, {}).get(name) is value:
+            known = fingerprint._addresses.get(id(value))
+            if known is None or value.data_ptr() == known:
+                return
+        fingerprint._all_due = True
+
+
 class Fingerprint:
     """Finds out before a replay whether something the recording points at was rebound, moved or resized.
 
@@ -87,7 +106,7 @@ class Fingerprint:
     closure, default arguments and the globals it names), the objects on the way to them, and `extra`.
     Up to 16 names besides `extra` are all compared at each check. Of more, each check compares the next 8,
     so a moved one is found within count / 8 replays; what moves all (``module.half()``) is found by the next
-    one. A parameter, buffer or module that is *assigned* on any `torch.nn.Module` makes the next check
+    one. Another parameter, buffer or module that is *assigned* on any `torch.nn.Module` makes the next check
     compare all. The memory itself stays alive as long as the fingerprint.
 
     A tensor that is resized or transposed where it lies keeps its identity and its address; its version
@@ -119,22 +138,17 @@ class Fingerprint:
         self._seen = [*(_Seen(item, True) for item in found), *(_Seen(i, False) for i in named)]
         self._windows: list[_Window] = []
         self._arrange(_WINDOW if len(found) > _CHECKED_WHOLE else len(self._seen))
+        self._addresses = {id(i.value): i.address for i in self.watched if i.address is not None}
         self._next = 0
         self._all_due = False
         # nn.Module.__setattr__ announces a new parameter, buffer or module to these hooks, also a
         # rebound one. They are global: held weakly, they go when the fingerprint goes.
-        myself = weakref.ref(self)
-
-        def assigned(*_: Any) -> None:
-            fingerprint = myself()
-            if fingerprint is not None:
-                fingerprint._all_due = True
-
-        hooks = [
-            nn_module.register_module_parameter_registration_hook(assigned),
-            nn_module.register_module_buffer_registration_hook(assigned),
-            nn_module.register_module_module_registration_hook(assigned),
-        ]
+        register = (
+            ("_parameters", nn_module.register_module_parameter_registration_hook),
+            ("_buffers", nn_module.register_module_buffer_registration_hook),
+            ("_modules", nn_module.register_module_module_registration_hook),
+        )
+        hooks = [hook(_Assigned(self, members)) for members, hook in register]
         self._remove_hooks = weakref.finalize(self, _remove, hooks)
 
     def expect_change(self) -> None:
@@ -157,7 +171,7 @@ class Fingerprint:
 
     def close(self) -> None:
         self._remove_hooks()
-        self._windows, self._seen = [], []
+        self._windows, self._seen, self._addresses = [], [], {}
         self.watched = ()
 
     # -- inside ----------------------------------------------------------------------------------

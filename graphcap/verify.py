@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -11,8 +11,9 @@ from graphcap.checks import Difference, compare, first_difference
 from graphcap.comparing import Agree, AnotherRankFailed, BothRuns, Mismatch
 from graphcap.drawing import Drawing, distinct, memory, poison
 from graphcap.errors import VerificationError
-from graphcap.inputs import NUM_ROWS, Inputs
+from graphcap.inputs import Inputs
 from graphcap.narrowing import Narrowing
+from graphcap.padding_notes import pads_notes, row_count_notes
 from graphcap.pool import BufferPool
 from graphcap.recorders.base import BoundStep, Loop, Recorder, Recording
 from graphcap.recorders.tape import storage_key
@@ -21,9 +22,6 @@ from graphcap.saving import Saved, StepState, copy_back
 from graphcap.timing import least_ms
 from graphcap.undo import surely
 from graphcap.written import InPlace
-
-_FAR = 0.2
-"""Relative difference of a row that no rounding explains."""
 
 
 class Verifier:
@@ -124,7 +122,7 @@ class Verifier:
                         raise both.error
                     found = self._narrowed(eager, size, before_replay, kept)
                     raise VerificationError(f"{both.error.args[0]}; {found}")
-                self._note_pads(recording, rows)
+                self._note(pads_notes(recording.outputs, rows))
             if rows < size and not self._rows_mix:
                 declared = {n: t[:rows].clone() for n, t in recording.outputs.items()}
                 after_replay = self._state.save()
@@ -245,7 +243,7 @@ class Verifier:
             if felt is not None:
                 _, found = first_difference(declared, exact)
             elif nowhere and not drew:
-                self._note_row_count(declared, exact)
+                self._note(row_count_notes(declared, exact))
         if found is not None:
             raise VerificationError(
                 f"bucket {size} with {rows} rows: what padding rows hold changes output "
@@ -257,36 +255,9 @@ class Verifier:
                 f"into its cache slot: give that slot a pad value that no real row has"
             )
 
-    def _note_row_count(
-        self, declared: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Say once that all rows are far from those of the unpadded step although they do not feel what
-        padding holds. Kernels and near-ties of a router that depend on shapes do not reach all rows;
-        ``x.shape[0]`` as a number does."""
-        for name, ours in declared.items():
-            other = exact.get(name)
-            if other is None or not ours.is_floating_point() or ours.shape != other.shape:
-                continue
-            a, b = (
-                t.double().flatten(1) if t.dim() > 1 else t.double()[:, None] for t in (ours, other)
-            )
-            gaps = (a - b).abs().amax(1) / b.abs().amax(1).clamp(min=1e-30)
-            if a.shape[1] and bool((gaps > _FAR).all()):
-                self._padding_notes[
-                    f"output {name!r} of every row is far from that of the step without padding, whatever "
-                    f"padding holds; if the step uses the number of rows of a slot (x.shape[0]) as a "
-                    f"value, that is the bucket's: use inputs['{NUM_ROWS}']"
-                ] = None
-
-    def _note_pads(self, recording: Recording, rows: int) -> None:
-        """Say once that outputs of padding rows are NaN where those of real rows are not."""
-        for name, output in recording.outputs.items():
-            is_float = output.is_floating_point() and output.element_size() > 1
-            if is_float and output[rows:].isnan().any() and not output[:rows].isnan().any():
-                self._padding_notes[
-                    f"padding rows give NaN in output {name!r}, which is not returned but meets whatever "
-                    f"reads whole buffers; look at the pad values of the slots (a length wants 1)"
-                ] = None
+    def _note(self, texts: Iterable[str]) -> None:
+        """Each once."""
+        self._padding_notes.update(dict.fromkeys(texts))
 
     @contextmanager
     def _together(self) -> Iterator[None]:

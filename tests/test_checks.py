@@ -290,6 +290,38 @@ def test_new_values_in_place_are_looked_at_once(count: int, watch: Callable[...,
         check(fingerprint, rounds)
 
 
+def test_assigning_what_is_there_already_is_not_looked_at(watch: Callable[..., Fingerprint]):
+    """As rotary tables are in every eager step: ``self.table = self.table.to(device)``."""
+    module = Layer()
+    fingerprint = watch(module)
+    looks = []
+    fingerprint._check_all = lambda: looks.append(1)  # type: ignore[method-assign]
+    Layer()  # another one's are its own affair, but they are not told apart
+    assert fingerprint._all_due
+    fingerprint._all_due = False
+    module.scale = module.scale.to("cpu")
+    module.linear.weight = module.linear.weight
+    module.linear = module.linear
+    assert not fingerprint._all_due
+    check(fingerprint, 5)
+    assert looks == []
+    module.scale = module.scale.clone()
+    assert fingerprint._all_due
+
+
+def test_the_same_parameter_that_has_moved_is_found_when_it_is_assigned(
+    watch: Callable[..., Fingerprint],
+):
+    module = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(40)])
+    fingerprint = watch(module)
+    check(fingerprint, 3)
+    kept = module[39].weight
+    kept.data = torch.ones(3, 3)
+    module[39].weight = kept
+    with pytest.raises(StaleRecordingError, match=r"\[?39\]?\.weight.* has moved"):
+        fingerprint.check()
+
+
 def test_inference_tensors_are_watched(watch: Callable[..., Fingerprint]):
     with torch.inference_mode():
         weights = [torch.ones(4, 3) for _ in range(40)]

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from graphcap.census import Call, Census
+from graphcap.census import Census
 from graphcap.errors import BackendError, CaptureError, StateError
 from graphcap.explain import warn
 from graphcap.graph_addresses import PointerReport
-from graphcap.operations import Operation
 from graphcap.recorders.base import (
     BoundStep,
     Loop,
@@ -25,105 +24,19 @@ from graphcap.recorders.base import (
     garbage_collection_held,
 )
 from graphcap.recorders.broken_capture import explained
+from graphcap.recorders.capture_trace import CaptureTrace
 from graphcap.recorders.graph_nodes import GraphReader
-from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.loop import GraphLoop, LoopDriver
 from graphcap.recorders.loop_probe import keeps_graphs, kept_graph, probe_loops, raw_stream
 from graphcap.recorders.pointer_watch import PointerWatch, RecordedPointers
 from graphcap.recorders.probe import TorchCapture, give_up, run_probe
 from graphcap.recorders.source import raising_line
 from graphcap.recorders.streams import StreamLease
-from graphcap.recorders.tape import dispatch_row, storage_key, tensors_in
 from graphcap.undo import let_go
 
 logger = logging.getLogger(__name__)
 
 _TRIES = 5
-
-
-class CaptureTrace(StepGuard):
-    """Watches a step under capture and counts the graph nodes that each operation makes."""
-
-    def __init__(self, device: torch.device, stream: int, reader: GraphReader | None) -> None:
-        super().__init__(device, replays_live=False)
-        self.calls: list[Call] = []
-        self.spans: list[tuple[int, int, str]] = []
-        """First node, end and name of each operation that made nodes."""
-        self._stream = stream
-        self._reader = reader
-        self._graph: Any = None
-        self.pinned: dict[int, Any] = {}
-        self._made: set[int] = set()
-
-    def called(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        before = self._count()
-        self._pin((args, kwargs))
-        operation.function(*args, **kwargs)
-        self._append(operation.name, operation.implementation, before)
-
-    def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = self._count()
-        inputs = self._pin((args, kwargs))
-        result = func(*args, **kwargs)
-        self._made |= {storage_key(t) for t in tensors_in(result)} - inputs
-        self._append(dispatch_row(func), "torch", before)
-        return result
-
-    def _pin(self, values: Any) -> set[int]:
-        """Keep what the graph reads and the capture did not make: nothing else would keep it."""
-        keys = set()
-        for tensor in tensors_in(values):
-            key = storage_key(tensor)
-            keys.add(key)
-            if key not in self._made:
-                self.pinned.setdefault(key, tensor.untyped_storage())
-        return keys
-
-    def census(self) -> Census:
-        """Of the capture so far; asked for at its end."""
-        try:
-            nodes = None if self._reader is None else self._reader.nodes(self._handle())
-        except BackendError as error:  # an older driver: no reason to lose the recording
-            warn(logger, "graph-nodes", "graph nodes are not counted: %s", error)
-            nodes = None
-        return Census.of(self.calls, graph=nodes)
-
-    def count_only(self) -> Census:
-        """The number of nodes captured so far, of whatever kind."""
-        count = self._count()
-        return Census((), 0, None if count is None else {"node": count})
-
-    def read_pointers(self, pointers: RecordedPointers | None) -> None:
-        """Of the capture so far; asked for at its end."""
-        if pointers is not None:
-            try:
-                graph = None if self._reader is None else self._handle()
-            except BackendError as error:
-                pointers.not_read(str(error.args[0]))
-            else:
-                pointers.read(graph, self.spans)
-
-    def _append(self, name: str, implementation: str, before: int | None) -> None:
-        after = self._count()
-        made = None if after is None or before is None else after - before
-        if before is not None and after is not None:
-            self.spans.append((before, after, name))
-        if made != 0:  # views and allocations make no node and are no operation
-            self.calls.append(Call(name, implementation, nodes=made))
-
-    def _count(self) -> int | None:
-        try:
-            return None if self._reader is None else self._reader.count(self._handle())
-        except BackendError as error:
-            warn(logger, "graph-nodes", "graph nodes are not counted: %s", error)
-            self._reader = None
-            return None
-
-    def _handle(self) -> Any:
-        if self._graph is None:
-            assert self._reader is not None
-            self._graph = self._reader.graph_under_capture(self._stream)
-        return self._graph
 
 
 class CudaRecording(Recording):
