@@ -264,6 +264,49 @@ def test_memory_of_a_bucket_that_runs_out_of_it_is_returned_while_earlier_graphs
     assert_no_more(held(device), clean)
 
 
+class Dangles(Step):
+    """Bucket 2: 256 MiB in the graph's memory, and a memset of a tensor that is freed right after it."""
+
+    def __init__(self, pool: BufferPool, device: torch.device) -> None:
+        super().__init__(pool, device)
+        before, hidden, behind = (torch.zeros(1000, device=device) for _ in range(3))
+        self.beside = before, behind  # so that the memory between them is not given back
+        self.hidden = {hidden}  # no name leads into a set, and so nothing else keeps it
+
+    def compute(self, inputs: Any) -> dict[str, torch.Tensor]:
+        if inputs["x"].shape[0] == 2 and torch.cuda.is_current_stream_capturing():
+            driver = pytest.importorskip("cuda.bindings.driver")
+            held = [torch.zeros(2**24, device=self.weight.device) for _ in range(4)]
+            address = driver.CUdeviceptr(self.hidden.pop().data_ptr())
+            stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+            (error,) = driver.cuMemsetD8Async(address, 0, 4000, stream)
+            assert error == driver.CUresult.CUDA_SUCCESS
+            del held
+        return super().compute(inputs)
+
+
+def test_memory_of_a_bucket_whose_pointers_dangle_is_returned_while_earlier_graphs_live(
+    device: torch.device, clean: tuple[int, int]
+) -> None:
+    pytest.importorskip("cuda.bindings.driver")
+    without, _ = make(device, (8, 4, 1), Dangles)
+    without.capture()
+    usual = held(device)
+    without.close()
+    del without
+
+    manager, step = make(device, kind=Dangles)
+    report = manager.capture()
+    assert set(report.failures) == {2}
+    assert "memset" in report.failures[2]
+    assert "(graphcap explain dangling-pointer)" in report.failures[2]
+    assert_no_more(held(device), usual)
+    assert_serves(manager, step, {8, 4, 1})
+    manager.close()
+    del manager, step
+    assert_no_more(held(device), clean)
+
+
 class Differs(Step):
     """400 MiB of intermediates, two of 4 MiB at a time; bucket 4 is recorded otherwise than it runs."""
 
