@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from numbers import Integral
+from typing import Any
 
 from graphcap.errors import LadderError
 from graphcap.explain import warn
@@ -28,6 +30,11 @@ class BucketLadder:
         Raises:
             LadderError: no size at all, or a size that is not a positive integer (named).
         """
+        if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+            raise LadderError(
+                f"bucket sizes: expected several integers such as [1, 2, 4], found {sizes!r}; use "
+                f"BucketLadder.up_to(max_batch), or BucketLadder.parse(text, max_batch)"
+            )
         checked = [_positive(size, "bucket size") for size in sizes]
         if max_batch is not None:
             limit = _positive(max_batch, "maximum batch")
@@ -125,7 +132,14 @@ class BucketLadder:
         return f"BucketLadder({list(self._sizes)})"
 
 
+def is_count(value: Any) -> bool:
+    """Whether `value` is an integer of at least 1. numpy's integers are; tensors, which the host would
+    have to read, and booleans are not."""
+    is_integer = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+    return is_integer and bool(value >= 1)
+
+
 def _positive(value: int, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_count(value):
         raise LadderError(f"{what}: expected an integer of at least 1, found {value!r}")
-    return value
+    return int(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,15 +12,21 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphcap.census import Census
-from graphcap.errors import CaptureError, GraphcapError, anchor_in
+from graphcap.comparing import AnotherRankFailed
+from graphcap.errors import CaptureError, GraphcapError, VerificationError, anchor_in
 from graphcap.explain import warn
 from graphcap.inputs import NUM_ROWS, Inputs
 from graphcap.recorders.base import BoundStep, Recorder, Recording
-from graphcap.recorders.source import raising_line
+from graphcap.recorders.source import is_out_of_memory, raising_line
 from graphcap.report import BucketReport
+from graphcap.undo import let_go
 from graphcap.verify import Verifier
 
 logger = logging.getLogger(__name__)
+
+
+_STRANDED_BYTES = 2**20
+"""What a failed attempt may leave behind while other recordings live."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +79,35 @@ class BucketCapture:
             took = (time.perf_counter() - started) * 1e3
             try:
                 check_outputs(recording.outputs, size)
+                census = recording.census()
                 if self._strict:
-                    check_allocations(recording.census(), size)
-            except CaptureError:
+                    check_allocations(census, size)
+            except BaseException:
                 recording.close()
                 raise
-            census = recording.census()
             self.recordings[size] = recording
             self.reports[size] = BucketReport(
-                size, census.total, census.allocations, recording.nbytes, took
+                size,
+                census.total,
+                census.allocations,
+                recording.nbytes,
+                took,
+                pointers=recording.pointers,
             )
+
+    def check_pointers(self) -> tuple[int, ...]:
+        """Give up buckets whose recordings point at memory that was freed since they were made.
+
+        Returns:
+            Those buckets.
+        """
+        dangling = self._recorder.dangling(self.recordings)
+        for size, error in dangling.items():
+            with self._costs_only(size, "not_recorded", "recorded"):
+                raise error
+        for size, recording in self.recordings.items():
+            self.reports[size] = replace(self.reports[size], pointers=recording.pointers)
+        return tuple(dangling)
 
     def verify(
         self,
@@ -116,6 +142,19 @@ class BucketCapture:
         with self._costs_only(size, "verification", "timed"):
             took = self._verifier.time(self.recordings[size], size)
             self.reports[size] = replace(self.reports[size], replay_ms=took)
+
+    def taken_back(self) -> list[int]:
+        """The buckets to record once more, from the largest down, because memory is stranded: a failed
+        attempt took it in the graph memory pool of the recordings, which torch gives back only as a
+        whole. Their recordings are closed. Empty: nothing worth it."""
+        if self._recorder.stranded <= _STRANDED_BYTES or not self.recordings:
+            return []
+        sizes = sorted(self.recordings, reverse=True)
+        self.close()
+        for size in sizes:
+            del self.reports[size]
+        self._recorder.reclaim()
+        return sizes
 
     def add_bytes(self, size: int, nbytes: int) -> None:
         """A recorded bucket takes more memory than its recording did."""
@@ -156,19 +195,55 @@ class BucketCapture:
     @contextmanager
     def _costs_only(self, size: int, reason: str, phase: str) -> Iterator[None]:
         """A failure inside costs bucket `size` and nothing else, unless fallbacks are errors."""
+        handled = sys.exc_info()[1]
         try:
             yield
-        except Exception as error:
-            failure: Exception = error
-            if not isinstance(error, GraphcapError):
-                failure = CaptureError(
-                    f"bucket {size}: {type(error).__name__} at {raising_line(error.__traceback__)} "
-                    f"while the step was {phase}: {error}"
-                    + ("; it fails without graphcap as well" if phase == "warmed up" else "")
-                )
-            self.drop(size, Failure(reason, str(failure)))
+        except AnotherRankFailed as error:
+            elsewhere = VerificationError(f"bucket {size}: {error}")
+            let_go(error, handled)
+            self.drop(size, Failure("rank_failed", str(elsewhere)))
             if self._strict:
-                raise failure from error
+                raise elsewhere from error
+        except GraphcapError as error:
+            let_go(error, handled)
+            self.drop(size, Failure(reason, str(error)))
+            if self._strict:
+                raise
+        except Exception as error:
+            text = _explained(error, size, phase)
+            let_go(error, handled)
+            self.drop(size, Failure(reason, str(CaptureError(text))))
+            if self._strict:
+                raise CaptureError(text) from error
+        finally:
+            del handled
+
+
+def _explained(error: Exception, size: int, phase: str) -> str:
+    line = raising_line(error.__traceback__)
+    if is_out_of_memory(error):
+        return (
+            f"bucket {size}: out of memory at {line} while the step was {phase}: {error}; record fewer "
+            f"or smaller buckets (GRAPHCAP_BUCKETS) or leave the device more free memory"
+        )
+    return (
+        f"bucket {size}: {type(error).__name__} at {line} while the step was {phase}: {error}; "
+        f"{_cure(phase)}"
+    )
+
+
+def _cure(phase: str) -> str:
+    """What to do where a step fails while it is `phase`."""
+    if phase == "warmed up":
+        return "it fails without graphcap as well"
+    if phase == "recorded":
+        return "the same step ran when it was warmed up: look for what differs from run to run"
+    if phase == "verified":
+        return (
+            "verification also runs the step eagerly, on other inputs than the recorded ones: run it so "
+            "by itself, or give CaptureManager an example of realistic batches"
+        )
+    return "run() would fail the same way: mend it, or leave it out with GRAPHCAP_VERIFY=off"
 
 
 def check_allocations(census: Census, size: int) -> None:
@@ -191,9 +266,16 @@ def check_outputs(outputs: Mapping[str, torch.Tensor], size: int) -> None:
             f"return {{'out': tensor}}"
         )
     for name, tensor in outputs.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.shape[:1] != (size,):
-            is_tensor = isinstance(tensor, torch.Tensor)
-            found = str(tuple(tensor.shape)) if is_tensor else type(tensor).__name__
+        is_dense = isinstance(tensor, torch.Tensor) and not tensor.is_nested
+        if not is_dense or tensor.layout != torch.strided or tensor.shape[:1] != (size,):
+            if not is_dense:
+                found = (
+                    "a nested one" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                )
+            elif tensor.layout != torch.strided:
+                found = f"one of layout {tensor.layout}"
+            else:
+                found = str(tuple(tensor.shape))
             raise CaptureError(
                 f"bucket {size}: output {name!r} must be a tensor whose first dimension is the "
                 f"batch ({size} rows), found {found}; return per-row tensors"

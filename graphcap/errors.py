@@ -87,6 +87,12 @@ class CaptureError(GraphcapError):
     anchor = "capture"
 
 
+class DanglingPointerError(CaptureError):
+    """A captured graph uses an address of memory that is not alive. Names node, kernel and argument."""
+
+    anchor = "dangling-pointer"
+
+
 class VerificationError(GraphcapError):
     """A replay does not equal the eager step."""
 

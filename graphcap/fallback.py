@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _REMEDIES = {
     "above_max_batch": "raise max_batch (and the ladder), or limit the batch to it",
     "not_recorded": "see the WARNING of capture() and stats().failures for why",
+    "rank_failed": "see the log of the other ranks for what differed there",
     "verification": "see the WARNING of capture() and stats().failures for what differed",
 }
 
@@ -104,7 +105,7 @@ class Fallback:
         text = (
             f"a step of {rows} rows has no recording ({reason}, maximum {self._ladder.max_batch})"
         )
-        cure = remedy or _REMEDIES[reason]
+        cure = remedy or _REMEDIES.get(reason, "see stats().failures for why")
         if self._strict:
             raise FallbackError(f"{text} and GRAPHCAP_STRICT=1 forbids eager steps; {cure}")
         if self.counts[reason] == 0:

@@ -16,10 +16,12 @@ from typing import Any, Protocol
 
 import torch
 
+from graphcap.buckets import is_count
 from graphcap.errors import InputError
 from graphcap.operations import operation
 from graphcap.slots import PadPolicy, Slot, check_pad
 from graphcap.staging import SLOT_ALIGNMENT, Staging
+from graphcap.undo import surely
 
 __all__ = ["NUM_ROWS", "PadPolicy", "Slot", "StaticInputs"]
 
@@ -86,11 +88,11 @@ class StaticInputs:
     def __init__(
         self, max_batch: int, slots: Mapping[str, Slot], device: torch.device | str
     ) -> None:
-        if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
+        if not is_count(max_batch):
             raise InputError(f"max_batch: expected an integer of at least 1, found {max_batch!r}")
         if not slots:
             raise InputError("a step needs at least one slot, found none")
-        self.max_batch = max_batch
+        self.max_batch = int(max_batch)
         self.slots = dict(slots)
         self.device = torch.empty(0, device=device).device  # "cuda" -> "cuda:0"
         self.rows = 0
@@ -146,10 +148,11 @@ class StaticInputs:
                     f"slot {name!r}: expected a tensor, found {type(tensor).__name__}; "
                     f"convert it with torch.as_tensor(value, dtype={slot.dtype})"
                 )
-            if tensor.layout != torch.strided:
+            if tensor.layout != torch.strided or tensor.is_nested:
                 raise InputError(
-                    f"slot {name!r}: expected a dense tensor, found layout {tensor.layout}; "
-                    f"convert it with .to_dense()"
+                    f"slot {name!r}: expected a dense tensor, found "
+                    f"{'a nested one' if tensor.is_nested else f'layout {tensor.layout}'}; "
+                    f"convert it with .to_dense() or to_padded_tensor()"
                 )
             shape, row_shape = tuple(tensor.shape), tuple(slot.row_shape)
             if not shape or shape[1:] != row_shape or (found is not None and shape[0] != found):
@@ -171,7 +174,7 @@ class StaticInputs:
             found = shape[0]
         if found is None:
             found = self.rows
-        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        if not is_count(found):
             raise InputError(
                 f"a batch needs at least one row, as an integer, found {found!r}; "
                 f"skip the step when there is nothing to decode"
@@ -183,7 +186,7 @@ class StaticInputs:
                 f"{', '.join(missing)}, whose rows {self.rows} to {found - 1} hold padding; "
                 f"give every slot when the batch grows"
             )
-        return found
+        return int(found)
 
     def load(self, batch: Mapping[str, torch.Tensor], rows: int) -> None:
         """Copy a checked `batch` into the slots: one launch for all tensors of the host, one for all
@@ -193,6 +196,7 @@ class StaticInputs:
 
     def _load(self, batch: Mapping[str, torch.Tensor], rows: int) -> None:
         resized = rows != self.rows
+        self.rows = 0  # a copy that fails leaves neither the old batch nor the new one
         if batch:
             near: list[tuple[torch.Tensor, torch.Tensor]] = []
             far: dict[str, torch.Tensor] = {}
@@ -288,7 +292,7 @@ class StaticInputs:
                 target.copy_(self._tensors[name][row].clone().expand_as(target))
             yield
         finally:
-            self._pad_words.copy_(declared)
+            surely(lambda: self._pad_words.copy_(declared))
 
     def poison_pads(self, rows: int) -> None:
         """Fill rows from `rows` on with 0xFF bytes (NaN, -1): a check that they are restored."""

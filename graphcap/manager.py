@@ -17,7 +17,7 @@ from graphcap.operations import current_observer
 from graphcap.recorders.base import BoundStep, Recording
 from graphcap.report import BucketStats, CaptureReport, ManagerStats
 from graphcap.ring import Many
-from graphcap.serving import Serving
+from graphcap.serving import Serving, checked_batch
 
 __all__ = ["CaptureManager", "Progress", "Step"]
 
@@ -41,6 +41,10 @@ class CaptureManager(Serving):
         recorder: None: what `settings.recorder` says, on the device of `inputs`.
         watched: what must stay in place for the recordings; None: whatever the step can reach by name.
         ring: outputs that `run_many` keeps of each of its steps; None: there is no run_many().
+        written: where a step writes in place besides slots and `state`, for tensors too large to be
+            compared whole (256 MiB together): a key-value cache. See `graphcap.written`.
+        agree: whether all ranks that run the step together say yes; each of them calls it after each
+            check. None: the step runs on this rank alone.
 
     One thread at a time: a call that meets another raises `StateError`. Replays run on the current
     CUDA stream; outputs last until the next call of run().
@@ -71,6 +75,8 @@ class CaptureManager(Serving):
             StateError: not recorded, closed, or in use by another thread.
             StaleRecordingError: something that was recorded has been rebound or moved.
             FallbackError: no recording serves the batch and ``GRAPHCAP_STRICT=1``.
+            VerificationError: ``GRAPHCAP_VERIFY=N`` found a difference and ``GRAPHCAP_STRICT=1``.
+                Otherwise the outputs are the eager step's, and the bucket is given up with a WARNING.
         """
         if current_observer() is not None or not self._lock.acquire(blocking=False):
             raise self._busy("run()")
@@ -80,7 +86,7 @@ class CaptureManager(Serving):
                 served, count = steady
                 if count == self.inputs.rows:
                     return self._replay(served, count)
-            return self._run(batch or {}, rows, agreed_batch)
+            return self._run(checked_batch(batch), rows, agreed_batch)
         finally:
             self._lock.release()
 
@@ -118,7 +124,7 @@ class CaptureManager(Serving):
         if current_observer() is not None or not self._lock.acquire(blocking=False):
             raise self._busy("run_many()")
         try:
-            return self._run_many(steps, batch or {}, rows)
+            return self._run_many(steps, checked_batch(batch), rows)
         finally:
             self._lock.release()
 
@@ -138,9 +144,11 @@ class CaptureManager(Serving):
 
         Returns:
             Output name -> tensor of all `size` rows. Owned by the recording; valid until the next
-            replay.
+            replay. Where the check found a difference: the eager step's; the bucket serves no more, and
+            the step is counted as a fallback.
 
         Raises:
+            VerificationError: it found one and ``GRAPHCAP_STRICT=1``.
             StateError: no recording serves this bucket, or the manager is in use.
             StaleRecordingError: something that was recorded has been rebound or moved.
         """
@@ -155,14 +163,17 @@ class CaptureManager(Serving):
             recording = served.recording
             assert recording is not None
             assert self._fingerprint is not None
+            due = eager is not None and self._due(served)
+            served.check_outputs()
             self._fingerprint.check()
             self.inputs.rows = rows
             if self._many is not None:
                 self._many.anew()
-            self._serve(
-                served, recording, rows, None if eager is None else self._bound(size, eager)
-            )
-            return recording.outputs
+            if not due or eager is None:
+                self._serve(served, recording, rows)
+                return recording.outputs
+            instead = self._serve_checked(served, recording, rows, self._bound(size, eager))
+            return recording.outputs if instead is None else instead
         finally:
             self._lock.release()
 

@@ -8,16 +8,20 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from graphcap.errors import BackendError, InputError, VerificationError
+from graphcap.errors import BackendError, GraphcapError, InputError
 from graphcap.explain import warn
 from graphcap.inputs import Inputs
 from graphcap.recorders.base import Loop, Recording
 from graphcap.ring import Ring, RingBuffer
+from graphcap.undo import let_go
 from graphcap.verify import Verifier
 
 logger = logging.getLogger(__name__)
 
 Step = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""All that a model owes. Gets the slots (bucket rows each) and ``num_rows``; may write into slots in
+place; returns tensors whose first dimension is the batch. May have an attribute ``kernel_choices``, a
+tuple of `graphcap.operations.KernelChoice` for the report."""
 
 
 class ManySteps:
@@ -79,17 +83,30 @@ class ManySteps:
             except BackendError as error:
                 self.why_not = str(error.args[0])
                 continue
+            except Exception as error:  # no memory for the loop, a driver that fails
+                self._without(size, error)
+                continue
             try:
                 verifier.check_loop(recording, loop, size)
-            except (BackendError, VerificationError) as error:
-                self.why_not = str(error.args[0])
-                warn(
-                    logger, "run-many", "run_many() replays bucket %d step by step: %s", size, error
-                )
+            except BaseException as error:
                 loop.close()
+                if not isinstance(error, Exception):
+                    raise
+                self._without(size, error)
                 continue
             self.loops[size] = loop
         self.anew()
+
+    def _without(self, size: int, error: Exception) -> None:
+        let_go(error, None)
+        self.why_not = (
+            str(error.args[0])
+            if isinstance(error, GraphcapError)
+            else f"{type(error).__name__}: {error}"
+        )
+        warn(
+            logger, "run-many", "run_many() replays bucket %d step by step: %s", size, self.why_not
+        )
 
     @property
     def note(self) -> str | None:

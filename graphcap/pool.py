@@ -70,9 +70,16 @@ class BufferPool:
         if self._in_step:
             yield
             return
+        before = None if self._plan is not None or self._outside else self._observed()
         self._in_step = True
         try:
             yield
+        except BaseException:
+            if before is not None:
+                # A step that failed plans nothing: what it ran out of would be asked for again.
+                self._requests, self._peak_bytes = before
+                self._step_peak_bytes = 0
+            raise
         finally:
             self._in_step = False
             self._held.clear()
@@ -98,6 +105,11 @@ class BufferPool:
                 raise self._conflict(name, shape, dtype)
             held[name] = 0
             return view
+        if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):
+            raise PoolError(
+                f"buffer {name!r} was asked for by {_caller()} with shape {shape!r}, expected a tuple of "
+                f"integers of at least 0; give tuple(x.shape), or numbers that the host knows"
+            )
         nbytes = _nbytes(shape, dtype)
         if name in self._held:
             raise PoolError(
@@ -177,6 +189,7 @@ class BufferPool:
         Raises:
             StateError: frozen already, or called inside a step.
             PoolLimitError: the plan is above `limit_mib`; nothing was allocated.
+            PoolError: the device has no memory for it.
         """
         if self._plan is not None:
             raise StateError("the pool is frozen already; a frozen pool is never planned again")
@@ -195,8 +208,15 @@ class BufferPool:
                 + ", ".join(f"{name} {_mib(plan.sizes[name])} MiB" for name in largest)
                 + "; raise GRAPHCAP_POOL_MIB or lower the maximum batch"
             )
-        with torch.inference_mode(False):  # an inference tensor could be written only in that mode
-            self._arena = torch.empty(plan.total, dtype=torch.uint8, device=self.device)
+        try:
+            with torch.inference_mode(False):  # an inference tensor is written only in that mode
+                arena = torch.empty(plan.total, dtype=torch.uint8, device=self.device)
+        except (RuntimeError, MemoryError) as error:  # torch raises either where memory is out
+            raise PoolError(
+                f"the arena of the pool, {_mib(plan.total)} MiB, cannot be allocated on "
+                f"{self.device}: {error}; lower the maximum batch or leave the device more free memory"
+            ) from error
+        self._arena = arena
         self._overlapping = {name: plan.overlapping(name) for name in plan.offsets}
         self._plan = plan
         return plan
@@ -219,6 +239,10 @@ class BufferPool:
             self._arena.fill_(0xFF)
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _observed(self) -> tuple[dict[str, _Request], int]:
+        copies = {n: _Request(r.nbytes, set(r.conflicts)) for n, r in self._requests.items()}
+        return copies, self._peak_bytes
 
     def _observe(self, name: str, nbytes: int) -> None:
         request = self._requests.get(name)

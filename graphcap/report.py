@@ -14,6 +14,7 @@ import torch
 
 from graphcap import __version__
 from graphcap.census import Census
+from graphcap.graph_addresses import PointerReport
 from graphcap.lifetimes import PoolLayout
 from graphcap.operations import KernelChoice
 
@@ -32,6 +33,8 @@ class BucketReport:
         replay_ms: least time of a few replays of a full batch, measured after verification, the
             device's where it has events; None: not measured. Sequences were as short as those of a
             batch made for verification or capture.
+        pointers: what the check of the graph's addresses found; None: a tape, which holds the tensors
+            themselves, or ``GRAPHCAP_VERIFY=off``.
     """
 
     size: int
@@ -41,6 +44,7 @@ class BucketReport:
     capture_ms: float
     largest_difference: float | None = None
     replay_ms: float | None = None
+    pointers: PointerReport | None = None
 
 
 @dataclass(frozen=True)

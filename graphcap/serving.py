@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 
-from graphcap.errors import InputError, StateError
-from graphcap.life import CaptureLife, Served
+from graphcap.buckets import is_count
+from graphcap.capturing import Failure
+from graphcap.errors import InputError, StaleRecordingError, StateError, VerificationError
+from graphcap.explain import warn
+from graphcap.life import CaptureLife
 from graphcap.many import ManySteps
+from graphcap.output_views import OutputViews
 from graphcap.recorders.base import BoundStep, Recording
+from graphcap.recorders.source import is_out_of_memory
 from graphcap.ring import Many
+from graphcap.served import Served
+from graphcap.undo import let_go
+
+logger = logging.getLogger(__name__)
+
+
+def checked_batch(batch: Mapping[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor]:
+    """What run() was given, None as an empty batch. Raises `InputError` where it is no mapping."""
+    if batch is None:
+        return {}
+    if type(batch) is not dict and not isinstance(batch, Mapping):
+        raise InputError(
+            f"a batch: expected a mapping of slot names to tensors, found {type(batch).__name__}; "
+            f"give {{'name of the slot': tensor}}"
+        )
+    return batch
+
+
+def _check_agreed(agreed_batch: int, count: int) -> None:
+    if not is_count(agreed_batch) or agreed_batch < count:
+        raise InputError(
+            f"agreed_batch is {agreed_batch!r} but this rank has {count} rows; "
+            f"agree on the maximum over all ranks, as an integer"
+        )
 
 
 class Serving(CaptureLife):
@@ -24,11 +55,8 @@ class Serving(CaptureLife):
         if not batch and self._fallback.continues(rows):
             return self._fallback.run_on()
         count = self.inputs.check(batch, rows)
-        if agreed_batch is not None and agreed_batch < count:
-            raise InputError(
-                f"agreed_batch is {agreed_batch} but this rank has {count} rows; "
-                f"agree on the maximum over all ranks"
-            )
+        if agreed_batch is not None:
+            _check_agreed(agreed_batch, count)
         served, reason = self._who_serves(agreed_batch or count)
         if served is None:
             return self._run_eagerly(batch, count, reason)
@@ -59,10 +87,12 @@ class Serving(CaptureLife):
                     self._steady = None
                     self._fallback.run({} if index else batch, count, reason)
             return many.buffer_of(count).result(steps, count)
+        due = self._due(served, steps)
+        served.check_outputs()
         self._prepare(count, batch)
         many.buffer.begin(steps, count)
-        self._serve_many(many, served, count, steps)
-        self._steady = (served, count)
+        self._serve_many(many, served, count, steps, due)
+        self._steady = None if served.recording is None else (served, count)
         return many.buffer.result(steps, count)
 
     def _must_be_recorded(self, what: str) -> None:
@@ -89,26 +119,98 @@ class Serving(CaptureLife):
             self._many.anew()
         return self._fallback.run(batch, count, reason)
 
-    def _serve(
-        self, served: Served, recording: Recording, count: int, eager: BoundStep | None
-    ) -> None:
-        every = self.settings.verify_every
-        # A replay whose check failed is not counted, so the next run is checked again.
-        if every and eager is not None and (self._replays + 1) % every == 0:
-            self._verifier.check_live(recording, eager, served.size)
-            self._verified += 1
-        else:
-            recording.replay()
-        served.replays += 1
-        served.batches[count] = served.batches.get(count, 0) + 1
+    def _due(self, served: Served, steps: int = 1) -> bool:
+        """Whether a replay of the next `steps` of `served` is held against eager (``GRAPHCAP_VERIFY=N``).
 
-    def _serve_many(self, many: ManySteps, served: Served, count: int, steps: int) -> None:
+        Called once a step, before anything can go wrong with it: ranks that run the step together count
+        alike. They also agree that all of them can replay, as each runs the step twice.
+        """
+        every = self.settings.verify_every
+        if not every:
+            return False
+        before, self._turns = self._turns, self._turns + steps
+        if before % every + steps < every:
+            return False
+        if self._agree is None:
+            return True
+        assert self._fingerprint is not None
+        self._fingerprint.expect_change()
+        try:
+            served.check_outputs()
+            self._fingerprint.check()
+        except StaleRecordingError:  # raised again by whoever is about to replay
+            self._agree(False)
+            return False
+        return self._agree(True)
+
+    def _serve(self, served: Served, recording: Recording, count: int) -> None:
+        recording.replay()
+        self._count(served, count, 1)
+
+    def _serve_checked(
+        self, served: Served, recording: Recording, count: int, eager: BoundStep
+    ) -> Mapping[str, torch.Tensor] | None:
+        """Replay, and hold it against `eager`. Where there is no memory for that, replay alone.
+
+        Returns:
+            None; where they differ the eager step's outputs, of all rows: the bucket is given up.
+
+        Raises:
+            VerificationError: they differ and fallbacks are errors.
+        """
+        handled = sys.exc_info()[1]
+        try:
+            found = self._verifier.check_live(recording, eager, served.size)
+        except Exception as error:
+            if self._agree is not None or not is_out_of_memory(error):
+                raise
+            let_go(error, handled)
+            self._note_unverified(served.size, error)
+            self._serve(served, recording, count)
+            return None
+        if found is None:
+            self._verified += 1
+            self._count(served, count, 1)
+            return None
+        size, text = served.size, str(found.error)
+        self._drop(size, Failure("rank_failed" if found.elsewhere else "verification", text))
+        if self.settings.strict:
+            raise VerificationError(f"{text}; GRAPHCAP_STRICT=1 forbids to go on eagerly")
+        warn(
+            logger,
+            "verification",
+            "while serving, %s; this step has the eager step's result, and batches of bucket %d run "
+            "eagerly from here on",
+            text,
+            size,
+        )
+        self._fallback.count(count, "rank_failed" if found.elsewhere else "verification")
+        return found.outputs
+
+    def _note_unverified(self, size: int, error: Exception) -> None:
+        if not self._warned_unverified:
+            self._warned_unverified = True
+            warn(
+                logger,
+                "verification",
+                "a replay of bucket %d served its step but was not held against the eager one: %s; leave "
+                "the device more free memory, or unset GRAPHCAP_VERIFY",
+                size,
+                error,
+            )
+
+    @staticmethod
+    def _count(served: Served, count: int, steps: int) -> None:
+        served.replays += steps
+        served.batches[count] = served.batches.get(count, 0) + steps
+
+    def _serve_many(
+        self, many: ManySteps, served: Served, count: int, steps: int, due: bool
+    ) -> None:
         recording = served.recording
         assert recording is not None
-        every = self.settings.verify_every
-        if every and self._replays % every + steps >= every:  # one of them is to be checked
-            for _ in range(steps):
-                self._serve(served, recording, count, self._bound(served.size))
+        if due:
+            self._serve_many_checked(served, recording, count, steps)
             return
         loop = many.loops.get(served.size)
         if loop is not None:
@@ -117,8 +219,20 @@ class Serving(CaptureLife):
             replay = recording.replay
             for _ in range(steps):
                 replay()
-        served.replays += steps
-        served.batches[count] = served.batches.get(count, 0) + steps
+        self._count(served, count, steps)
+
+    def _serve_many_checked(
+        self, served: Served, recording: Recording, count: int, steps: int
+    ) -> None:
+        """One by one, those that are to be checked against the eager step."""
+        every, turn = self.settings.verify_every, self._turns - steps
+        for index in range(steps):
+            if served.recording is None:  # given up in this call
+                self._fallback.run({}, count, self._captured.failures[served.size].reason)
+            elif (turn + index + 1) % every:
+                self._serve(served, recording, count)
+            else:
+                self._serve_checked(served, recording, count, self._bound(served.size))
 
     def _prepare(self, count: int, batch: Mapping[str, torch.Tensor] | None) -> None:
         """Make sure that what was recorded is in place, and bring the batch in."""
@@ -137,17 +251,22 @@ class Serving(CaptureLife):
         batch: Mapping[str, torch.Tensor] | None = None,
         settles: bool = True,
     ) -> Mapping[str, torch.Tensor]:
+        due = self._due(served)
+        served.check_outputs()
         self._prepare(count, batch)
         recording = served.recording
         assert recording is not None
-        self._serve(served, recording, count, self._bound(served.size))
+        if due:
+            outputs = self._serve_checked(served, recording, count, self._bound(served.size))
+            if outputs is not None:
+                return MappingProxyType({name: t[:count] for name, t in outputs.items()})
+        else:
+            self._serve(served, recording, count)
         self._steady = (served, count) if settles else None
         views = served.views.get(count)
-        if views is None:
-            # Read-only: these are handed out again at every run of as many rows.
-            views = MappingProxyType({n: tensor[:count] for n, tensor in recording.outputs.items()})
-            served.views[count] = views
-        return views
+        if views is None or not views.intact():
+            views = served.views[count] = OutputViews(recording.outputs, count)
+        return views.outputs
 
     @property
     def _replays(self) -> int:

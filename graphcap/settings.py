@@ -60,9 +60,23 @@ class Settings:
                     f"Settings.{name}: expected one of {', '.join(accepted)}, "
                     f"found {getattr(self, name)!r}"
                 )
-        if self.verify_every < 0:
+        for name in ("enabled", "strict", "nvtx"):
+            if not isinstance(getattr(self, name), bool):  # "0" would be true
+                raise SettingsError(
+                    f"Settings.{name}: expected True or False, found {getattr(self, name)!r}"
+                )
+        every = self.verify_every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise SettingsError(
-                f"Settings.verify_every: expected 0 (never) or more, found {self.verify_every}"
+                f"Settings.verify_every: expected 0 (never) or more, found {self.verify_every!r}"
+            )
+        if self.pool_mib is not None and not 0 < self.pool_mib < float("inf"):
+            raise SettingsError(
+                f"Settings.pool_mib: expected a positive number of MiB or None, found {self.pool_mib!r}"
+            )
+        if self.report is not None and not isinstance(self.report, Path):
+            raise SettingsError(
+                f"Settings.report: expected a pathlib.Path or None, found {self.report!r}"
             )
 
     @classmethod

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from graphcap.checks import Difference, compare, first_difference
+from graphcap.comparing import Agree, AnotherRankFailed, BothRuns, Mismatch
+from graphcap.drawing import Drawing, distinct, memory, poison
 from graphcap.errors import VerificationError
 from graphcap.inputs import Inputs
+from graphcap.narrowing import Narrowing
+from graphcap.padding_notes import pads_notes, row_count_notes
 from graphcap.pool import BufferPool
-from graphcap.recorders.base import BoundStep, Loop, Recording, autocast_casts_not_kept
+from graphcap.recorders.base import BoundStep, Loop, Recorder, Recording
+from graphcap.recorders.tape import storage_key
 from graphcap.ring import RingBuffer
+from graphcap.saving import Saved, StepState, copy_back
 from graphcap.timing import least_ms
-
-Example = Callable[[int, torch.Generator], Mapping[str, torch.Tensor]]
-"""Given a number of rows and a seeded CPU generator: a realistic batch with every slot."""
+from graphcap.undo import surely
+from graphcap.written import InPlace
 
 
 class Verifier:
@@ -25,40 +29,53 @@ class Verifier:
 
     Args:
         inputs, pool: of the step; the bound step of each bucket is handed to `check`.
-        example: makes realistic batches. Without it floating-point slots are drawn from N(0, 1),
-            booleans at random, and integer slots, whose valid range is not known, keep their pad
-            value; `notes` says so.
-        state: tensors that the step changes and that running twice would change twice, and its own
-            random generators.
+        drawing: makes batches.
+        state: what a step changes and running it twice would change twice.
         rows_mix: the rows of the step depend on each other on purpose, and so on padding.
         ring: what steps write their outputs into, if they do.
+        recorder: makes recordings to find the operation that differs; None: it is not looked for.
+        agree: the step runs on several ranks together, whose replays and eager runs wait for each
+            other: after each of them the ranks agree whether to go on. None: it runs here alone.
     """
 
     def __init__(
         self,
         inputs: Inputs,
         pool: BufferPool,
-        example: Example | None,
-        state: Sequence[torch.Tensor | torch.Generator],
+        drawing: Drawing,
+        state: StepState,
+        *,
         rows_mix: bool = False,
         ring: RingBuffer | None = None,
+        recorder: Recorder | None = None,
+        agree: Agree | None = None,
     ) -> None:
+        self._both = BothRuns(inputs, pool, state, agree)
+        self.agree = agree
         self._rows_mix = rows_mix
         self._ring = ring
         self._inputs = inputs
         self._pool = pool
-        self._example = example
-        self._state = tuple(item for item in state if isinstance(item, torch.Tensor))
-        self._saved = (*self._state, *(() if ring is None else ring.tensors))
-        self._generators = tuple(item for item in state if isinstance(item, torch.Generator))
-        self._generator = torch.Generator("cpu").manual_seed(20240917)
-        self.notes: list[str] = []
-        unvaried = [n for n, s in inputs.slots.items() if _is_integer(s.dtype)]
-        if example is None and unvaried:
-            self.notes.append(
-                f"verified with integer slots at their pad values ({', '.join(unvaried)}); "
-                f"give CaptureManager an example to vary them"
+        self._drawing = drawing
+        self._state = state
+        self._recorder = recorder
+        self._padding_notes: dict[str, None] = {}
+
+    def compare_in_place(self, in_place: InPlace | None) -> None:
+        """From here on compare what steps write there as well; None: nothing."""
+        self._both.in_place = in_place
+
+    @property
+    def notes(self) -> list[str]:
+        """For the capture report."""
+        notes = [self._drawing.note] if self._drawing.note else []
+        notes += self._padding_notes
+        if self._both.advancing:
+            notes.append(
+                f"running the step twice changes {', '.join(self._both.advancing)} twice: warm-up and "
+                f"recording have changed it as well; list it in state= to have it put back"
             )
+        return notes
 
     def check(
         self,
@@ -84,36 +101,42 @@ class Verifier:
             The largest relative difference.
 
         Raises:
-            VerificationError: names output and row.
+            VerificationError: names output, row and, where it can be found, the first operation.
+            AnotherRankFailed: another rank raised.
         """
-        batch = self._draw(rows)
-        self._inputs.load(batch, self._inputs.check(batch, rows))
+        self._drawing.load(rows, shared=rows < size)
         self._inputs.poison_pads(rows)
-        read = (*kept, *self._state, *self._inputs.pinned.values())
-        inputs = {_memory(tensor) for tensor in read}
-        own = [t for t in recording.outputs.values() if _memory(t) not in inputs and _distinct(t)]
+        read = (*kept, *self._state.own, *self._inputs.pinned.values())
+        inputs = {memory(tensor) for tensor in read}
+        own = [t for t in recording.outputs.values() if memory(t) not in inputs and distinct(t)]
         before = [output.clone() for output in own]
         try:
             for output in own:
-                _poison(output)
+                poison(output)
             self._pool.poison()
-            before_replay = self._save()
-            worst = self._compare(recording, eager, size)
+            before_replay = self._state.save()
+            with self._together():
+                both = self._both.run(recording, eager, size)
+                if both.error is not None:
+                    if both.explained:
+                        raise both.error
+                    found = self._narrowed(eager, size, before_replay, kept)
+                    raise VerificationError(f"{both.error.args[0]}; {found}")
+                self._note(pads_notes(recording.outputs, rows))
             if rows < size and not self._rows_mix:
                 declared = {n: t[:rows].clone() for n, t in recording.outputs.items()}
-                after_replay = self._save()
-                self._restore(before_replay)
+                after_replay = self._state.save()
+                self._state.restore(before_replay)
                 self._pool.poison()
                 try:
-                    self._compare_pads(recording, unpadded, size, declared)
+                    with self._together():
+                        self._compare_pads(recording, unpadded, size, declared)
                 finally:
-                    self._restore(after_replay)
-            return worst
+                    surely(lambda: self._state.restore(after_replay))
+            return both.largest
         finally:
             # An output may lie in memory that nobody told us of: it gets its contents back.
-            with torch.inference_mode():
-                for output, contents in zip(own, before, strict=True):
-                    output.copy_(contents)
+            surely(lambda: copy_back(zip(own, before, strict=True)))
 
     def time(self, recording: Recording, size: int) -> float:
         """The least time in ms of a few replays of a fresh batch of `size` rows.
@@ -121,19 +144,32 @@ class Verifier:
         Each starts from the same slots, state and generators, so that a step that advances its own
         inputs does not walk out of its cache.
         """
-        batch = self._draw(size)
-        self._inputs.load(batch, self._inputs.check(batch, size))
-        before = self._save()
+        self._drawing.load(size)
+        before = self._state.save()
         try:
             return least_ms(
-                recording.replay, self._inputs.device, before=lambda: self._restore(before)
+                recording.replay, self._inputs.device, before=lambda: self._state.restore(before)
             )
         finally:
-            self._restore(before)
+            surely(lambda: self._state.restore(before))
 
-    def check_live(self, recording: Recording, eager: BoundStep, size: int) -> float:
-        """Replay on what the slots hold now and compare with `eager`; keeps what the replay did."""
-        return self._compare(recording, eager, size)
+    def check_live(self, recording: Recording, eager: BoundStep, size: int) -> Mismatch | None:
+        """Replay on what the slots hold now and compare with `eager`. Afterwards everything is as the
+        replay left it or, where they differ, as the eager step did, run from what was there before; after
+        an exception slots, state and what is compared in place are as before."""
+        try:
+            both = self._both.run(recording, eager, size, live=True)
+        except BaseException:
+            if self.agree is not None:
+                self.agree(False)
+            raise
+        agreed = self.agree is None or self.agree(both.error is None)
+        if both.error is not None:
+            return Mismatch(both.error, both.outputs)
+        if agreed:
+            return None
+        text = f"bucket {size}: a replay differed from the eager step on another rank"
+        return Mismatch(VerificationError(text), both.outputs, elsewhere=True)
 
     def check_loop(self, recording: Recording, loop: Loop, size: int) -> None:
         """Hold a loop against replays one by one, on a fresh batch without padding.
@@ -144,21 +180,20 @@ class Verifier:
         """
         ring = self._ring
         assert ring is not None
-        batch = self._draw(size)
-        self._inputs.load(batch, self._inputs.check(batch, size))
+        self._drawing.load(size)
         steps = min(3, ring.ring.length)
         ring.anew()
         ring.begin(steps, size)
-        before = self._save()
+        before = self._state.save()
         for _ in range(steps):
             recording.replay()
-        replayed = self._outcome(recording, size)
-        if self._drew_since(before):
+        replayed = self._both.outcome(recording, size)
+        if self._state.drew_since(before):
             raise VerificationError(
                 f"bucket {size}: the step draws random numbers, which the host renews at each replay "
                 f"and a loop on the device would repeat"
             )
-        self._restore(before)
+        self._state.restore(before)
         loop.launch()
         missing = int(ring.left)
         if not 0 <= missing < steps or (missing and bool(ring.live[:size].any())):
@@ -168,57 +203,9 @@ class Verifier:
             )
         for _ in range(missing):  # it stopped early, rightly
             recording.replay()
-        compare(self._outcome(recording, size), replayed, f"bucket {size} as a loop")
+        compare(self._both.outcome(recording, size), replayed, f"bucket {size} as a loop")
 
-    def _outcome(self, recording: Recording, rows: int) -> dict[str, torch.Tensor]:
-        return {n: t[:rows].clone() for n, t in recording.outputs.items()} | self._changed(rows)
-
-    def _drew_since(self, saved: tuple[Any, ...]) -> bool:
-        _, _, *random_before = saved
-        _, _, *random_now = self._save()
-        return any(
-            not torch.equal(one, other)
-            for one, other in zip(_flat(random_before), _flat(random_now), strict=True)
-        )
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What a step touches besides slots and what it names: `state`, and the ring."""
-        return (*self._state, *(() if self._ring is None else self._ring.owned))
-
-    @property
-    def generators(self) -> tuple[torch.Generator, ...]:
-        """The random generators of `state`."""
-        return self._generators
-
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Slots, state and random generators are afterwards as they were."""
-        saved = self._save()
-        try:
-            yield
-        finally:
-            self._restore(saved)
-
-    def _compare(self, recording: Recording, eager: BoundStep, size: int) -> float:
-        rows = self._inputs.rows
-        before = self._save()
-        recording.replay()
-        replayed = {name: t[:rows].clone() for name, t in recording.outputs.items()}
-        replayed |= self._changed(rows)
-        after = self._save()
-        try:
-            self._restore(before)
-            with torch.no_grad(), autocast_casts_not_kept(), self._pool.outside():
-                outputs = {name: tensor[:rows] for name, tensor in eager().items()}
-            outputs |= self._changed(rows)
-            return compare(replayed, outputs, f"bucket {size} with {rows} rows")
-        finally:
-            self._restore(after)
-            with torch.inference_mode():
-                for name, output in recording.outputs.items():
-                    if _distinct(output):
-                        output[:rows].copy_(replayed[name])
+    # -- padding, ranks, the operation -----------------------------------------------------------
 
     def _compare_pads(
         self,
@@ -234,19 +221,29 @@ class Verifier:
         step: that alone may be rounding, which depends on shapes, or random numbers.
         """
         rows = self._inputs.rows
-        before = self._save()
-        with self._inputs.pads_like_row(0):
-            recording.replay()
-        other = {name: tensor[:rows] for name, tensor in recording.outputs.items()}
-        _, felt = first_difference(other, declared)
-        if felt is None:
+        before = self._state.save()
+        felt: Difference | None = None
+        try:
+            with self._inputs.pads_like_row(0):
+                recording.replay()
+            other = {name: tensor[:rows] for name, tensor in recording.outputs.items()}
+            _, felt = first_difference(other, declared)
+        except BaseException:
+            if self.agree is not None:
+                self.agree(False)
+            raise
+        drew = self._state.drew_since(before)
+        nowhere = felt is None if self.agree is None else self.agree(felt is None)
+        if nowhere and (unpadded is None or rows == 1 or (self.agree is None and drew)):
             return
-        found: Difference | None = felt
-        if unpadded is not None:
-            self._restore(before)
-            with torch.no_grad(), autocast_casts_not_kept(), self._pool.outside():
-                exact = dict(unpadded())
-            _, found = first_difference(declared, exact)
+        found = felt
+        if unpadded is not None:  # on all ranks or on none
+            self._state.restore(before)
+            exact = self._both.eagerly(unpadded)
+            if felt is not None:
+                _, found = first_difference(declared, exact)
+            elif nowhere and not drew:
+                self._note(row_count_notes(declared, exact))
         if found is not None:
             raise VerificationError(
                 f"bucket {size} with {rows} rows: what padding rows hold changes output "
@@ -254,78 +251,44 @@ class Verifier:
                 f"{'other' if unpadded is None else 'the step without'} padding, allowed "
                 f"{found.allowed:g}); the step mixes the rows of a batch, such as by a mean over "
                 f"them: mask rows beyond inputs['num_rows'], or tell CaptureManager with "
-                f"rows_mix=True that this is meant"
+                f"rows_mix=True that this is meant. Or padding writes where a real row does, such as "
+                f"into its cache slot: give that slot a pad value that no real row has"
             )
 
-    def _changed(self, rows: int) -> dict[str, torch.Tensor]:
-        """Copies of what a step changes besides its outputs."""
-        slots = {f"slot {name}": self._inputs[name][:rows].clone() for name in self._inputs.slots}
-        state = {f"state {i}": t.clone().reshape(-1) for i, t in enumerate(self._state)}
-        ring = {} if self._ring is None else self._ring.contents(rows)
-        return slots | state | {name: tensor.clone() for name, tensor in ring.items()}
+    def _note(self, texts: Iterable[str]) -> None:
+        """Each once."""
+        self._padding_notes.update(dict.fromkeys(texts))
 
-    def _draw(self, rows: int) -> Mapping[str, torch.Tensor]:
-        if self._example is not None:
-            return self._example(rows, self._generator)
-        batch: dict[str, torch.Tensor] = {}
-        for name, slot in self._inputs.slots.items():
-            shape = (rows, *slot.row_shape)
-            if slot.dtype == torch.bool:
-                batch[name] = torch.rand(shape, generator=self._generator, device="cpu") < 0.5
-            elif _is_integer(slot.dtype):
-                batch[name] = torch.full(shape, slot.pad.value, dtype=slot.dtype, device="cpu")
-            else:
-                batch[name] = torch.randn(shape, generator=self._generator, device="cpu").to(
-                    slot.dtype
-                )
-        return batch
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What is raised inside on one rank ends the check on all of them: what would come next there
+        waits for this one."""
+        if self.agree is None:
+            yield
+            return
+        try:
+            yield
+        except BaseException:
+            self.agree(False)
+            raise
+        if not self.agree(True):
+            raise AnotherRankFailed("it differed on another rank")
 
-    def _save(self) -> tuple[Any, ...]:
-        device = self._inputs.device
-        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return (
-            self._inputs.snapshot(),
-            [tensor.clone() for tensor in self._saved],
-            [generator.get_state() for generator in self._generators],
-            torch.get_rng_state(),
-            on_device,
-        )
+    def _narrowed(
+        self, eager: BoundStep, size: int, before: Saved, kept: Collection[torch.Tensor]
+    ) -> str:
+        if self.agree is not None:
+            return "the operation was not looked for: other ranks take part in the step"
+        if self._recorder is None:
+            return "the operation was not looked for"
 
-    def _restore(self, saved: tuple[Any, ...]) -> None:
-        slots, state, generators, on_host, on_device = saved
-        for generator, value in zip(self._generators, generators, strict=True):
-            generator.set_state(value)
-        self._inputs.restore(slots)
-        with torch.inference_mode():
-            for tensor, value in zip(self._saved, state, strict=True):
-                tensor.copy_(value)
-        torch.set_rng_state(on_host)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, self._inputs.device)
+        def put() -> None:
+            self._state.restore(before)
+            self._pool.poison()
 
-
-def _flat(states: list[Any]) -> list[torch.Tensor]:
-    flat = [s for item in states for s in (item if isinstance(item, list) else [item])]
-    return [state for state in flat if state is not None]
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
-
-
-def _poison(tensor: torch.Tensor) -> None:
-    with torch.inference_mode():  # also where the step made its tensors in that mode
-        if tensor.is_floating_point() or tensor.is_complex():
-            tensor.fill_(float("nan"))
-        else:
-            tensor.fill_(-1 if tensor.dtype.is_signed else 1)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _distinct(tensor: torch.Tensor) -> bool:
-    """Whether no two elements share memory, as those of an expanded tensor do."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return not any(length > 1 and stride == 0 for length, stride in sizes)
+        own = (*self._inputs.pinned.values(), *self._inputs.owned, *self._state.tensors)
+        apart = {storage_key(tensor) for tensor in own}
+        if self._pool.frozen:
+            apart.add(storage_key(self._pool.arena))
+        known = {storage_key(tensor) for tensor in kept} - apart
+        return Narrowing(self._recorder, put, tuple(known)).sentence(eager, size)

@@ -60,6 +60,11 @@ def assign(holder: Any, name: str, value: Any) -> None:
     setattr(holder, name, value)
 
 
+def check(fingerprint: Fingerprint, times: int) -> None:
+    for _ in range(times):
+        fingerprint.check()
+
+
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object], str]] = {
     "parameter rebound": (
         Layer,
@@ -227,6 +232,121 @@ def test_many_tensors_are_all_checked_in_turns(watch: Callable[..., Fingerprint]
         else:
             assert found == 0  # found once, it is named at every check
     assert found > 0
+
+
+IN_PLACE: dict[str, Callable[[torch.Tensor], object]] = {
+    "resize_": lambda t: t.resize_(2, 3),
+    "set_": lambda t: t.set_(t.untyped_storage(), 0, (2, 3), (3, 1)),
+    "t_": lambda t: t.t_(),
+    "unsqueeze_": lambda t: t.unsqueeze_(0),
+    "data of another dtype": lambda t: assign(t, "data", t.view(torch.int32)),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+@pytest.mark.parametrize("count", [1, 300])
+def test_a_tensor_that_changes_where_it_lies_is_found(
+    change: str, count: int, watch: Callable[..., Fingerprint]
+):
+    """Its identity and its address stay; a recording would go on reading what it was."""
+    weights = [torch.ones(4, 3) for _ in range(count)]
+    fingerprint = watch(lambda x: x @ weights[0])
+    fingerprint.check()
+    address = weights[count // 2].data_ptr()
+    IN_PLACE[change](weights[count // 2])
+    assert weights[count // 2].data_ptr() == address
+    if change == "data of another dtype":  # of which a version does not tell
+        fingerprint.expect_change()
+    with pytest.raises(StaleRecordingError, match=r"weights\[\d+\] has shape.*copy_"):
+        check(fingerprint, 4 * (count // 8 + 2))
+    with pytest.raises(StaleRecordingError, match=r"weights\[\d+\] has shape"):
+        fingerprint.check()
+
+
+@pytest.mark.parametrize("count", [3, 300])
+def test_new_values_in_place_are_looked_at_once(count: int, watch: Callable[..., Fingerprint]):
+    weights = [torch.ones(2) for _ in range(count)]
+    fingerprint = watch(lambda x: x * weights[0])
+    looks = 0
+    real = fingerprint._look_closer
+
+    def counted(due: int) -> None:
+        nonlocal looks
+        looks += 1
+        real(due)
+
+    fingerprint._look_closer = counted  # type: ignore[method-assign]
+    rounds = len(fingerprint._windows)
+    weights[count // 2].mul_(2)
+    for _ in range(3 * rounds):
+        fingerprint.check()
+    assert looks == 1
+    for _ in range(20):  # a cache, which every step writes
+        weights[0].add_(1)
+        check(fingerprint, rounds)
+    assert looks == 3  # twice, then its version is not asked any more
+    weights[0].data = torch.zeros(2)
+    with pytest.raises(StaleRecordingError, match=r"weights\[0\] has moved"):
+        check(fingerprint, rounds)
+
+
+def test_assigning_what_is_there_already_is_not_looked_at(watch: Callable[..., Fingerprint]):
+    """As rotary tables are in every eager step: ``self.table = self.table.to(device)``."""
+    module = Layer()
+    fingerprint = watch(module)
+    looks = []
+    fingerprint._check_all = lambda: looks.append(1)  # type: ignore[method-assign]
+    Layer()  # another one's are its own affair, but they are not told apart
+    assert fingerprint._all_due
+    fingerprint._all_due = False
+    module.scale = module.scale.to("cpu")
+    module.linear.weight = module.linear.weight
+    module.linear = module.linear
+    assert not fingerprint._all_due
+    check(fingerprint, 5)
+    assert looks == []
+    module.scale = module.scale.clone()
+    assert fingerprint._all_due
+
+
+def test_the_same_parameter_that_has_moved_is_found_when_it_is_assigned(
+    watch: Callable[..., Fingerprint],
+):
+    module = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(40)])
+    fingerprint = watch(module)
+    check(fingerprint, 3)
+    kept = module[39].weight
+    kept.data = torch.ones(3, 3)
+    module[39].weight = kept
+    with pytest.raises(StaleRecordingError, match=r"\[?39\]?\.weight.* has moved"):
+        fingerprint.check()
+
+
+def test_inference_tensors_are_watched(watch: Callable[..., Fingerprint]):
+    with torch.inference_mode():
+        weights = [torch.ones(4, 3) for _ in range(40)]
+    fingerprint = watch(lambda x: x @ weights[0])
+    for _ in range(100):
+        fingerprint.check()
+    with torch.inference_mode():
+        weights[7].t_()
+    fingerprint.expect_change()
+    with pytest.raises(StaleRecordingError, match=r"weights\[7\] has shape \(3, 4\)"):
+        fingerprint.check()
+
+
+@pytest.mark.parametrize("convert", ["half", "double"])
+def test_a_module_that_is_converted_is_found_by_the_next_check(
+    convert: str, watch: Callable[..., Fingerprint]
+):
+    """``module.half()`` swaps the data of every parameter and announces nothing."""
+    module = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(100)])
+    fingerprint = watch(module)
+    for _ in range(17):
+        fingerprint.check()
+    getattr(module, convert)()
+    with pytest.raises(StaleRecordingError, match="has moved"):
+        check(fingerprint, 2)  # a window may hold nothing but modules
 
 
 def test_assigned_parameter_is_found_at_once_among_many(watch: Callable[..., Fingerprint]):

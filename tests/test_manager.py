@@ -690,7 +690,8 @@ def test_example_varies_what_cannot_be_drawn():
         slots={"ids": Slot((), torch.int64)},
         example=example,
     )
-    assert asked == [3, 4, 4, 1, 2, 2]  # fewest and all rows of a bucket, then all to be timed
+    # Fewest (several, to find one that padding meets) and all rows of a bucket, then all to be timed.
+    assert asked == [*[3] * 16, 4, 4, *[1] * 16, 2, 2]
     assert manager.run({"ids": torch.tensor([7, 3])})["y"].tolist() == [7, 3]
 
 
@@ -758,19 +759,73 @@ class Corrupting(TapeRecorder):
         return recording
 
 
-def test_every_nth_replay_is_checked():
+def test_every_nth_replay_is_checked(warnings_logged: Callable[[], list[str]]):
     recorder = Corrupting(CPU)
     manager = captured(recorder=recorder, settings=Settings(verify_every=3))
     recorder.broken = True
     for _ in range(2):
         assert torch.equal(run(manager, floats(2)), floats(2) * 2 + 1)
-    with pytest.raises(VerificationError, match="bucket 2 with 2 rows: output 'y'"):
-        run(manager, floats(2))
-    recorder.broken = False
-    assert torch.equal(run(manager, floats(2)), floats(2) * 2)
+    # The third is found, and has the eager step's result; so have all that follow.
+    for _ in range(3):
+        assert torch.equal(run(manager, floats(2)), floats(2) * 2)
     stats = manager.stats()
-    assert stats.steps == stats.replays == 3
-    assert stats.verified == 1
+    assert (stats.steps, stats.replays, stats.verified) == (5, 2, 0)
+    assert stats.fallbacks == {"verification": 3}
+    assert "bucket 2 with 2 rows: output 'y' differs" in stats.failures[2]
+    assert not manager.serves(2)
+    (line,) = warnings_logged()
+    assert "while serving, bucket 2 with 2 rows: output 'y' differs" in line
+    assert "batches of bucket 2 run eagerly from here on" in line
+    assert line.endswith("(graphcap explain verification)")
+    recorder.broken = False
+    assert torch.equal(run(manager, floats(4)), floats(4) * 2)  # the other bucket works
+    assert manager.stats().replays == 3
+
+
+def test_a_wrong_replay_while_serving_is_an_error_when_strict():
+    recorder = Corrupting(CPU)
+    manager = captured(recorder=recorder, settings=Settings(verify_every=1, strict=True))
+    recorder.broken = True
+    with pytest.raises(
+        VerificationError, match=r"bucket 2 with 2 rows: output 'y'.*GRAPHCAP_STRICT=1"
+    ):
+        run(manager, floats(2))
+    with pytest.raises(FallbackError, match="verification"):
+        run(manager, floats(2))
+
+
+def test_a_wrong_replay_leaves_slots_and_state_as_the_eager_step_does():
+    counter = torch.zeros(1)
+
+    def step(inputs: Inputs) -> dict[str, torch.Tensor]:
+        counter.add_(1)
+        inputs["x"].add_(1)
+        return {"y": inputs["x"] * 1}
+
+    recorder = Corrupting(CPU)
+    manager = captured(step, state=[counter], recorder=recorder, settings=Settings(verify_every=2))
+    run(manager, torch.zeros(3, WIDTH))
+    recorder.broken = True
+    for turn in (2, 3):
+        assert (manager.run()["y"] == turn).all()
+    assert counter.item() == 3
+    assert manager.stats().fallbacks == {"verification": 2}
+
+
+def test_a_host_gets_the_eager_result_of_a_wrong_replay():
+    recorder = Corrupting(CPU)
+    manager = captured(recorder=recorder, settings=Settings(verify_every=1))
+    manager.inputs.load({"x": floats(2)}, 2)
+    right = manager.replay(2, 2, lambda: double(manager.inputs.views(2)))["y"]
+    assert torch.equal(right, floats(2) * 2)
+    assert manager.stats().verified == 1
+    recorder.broken = True
+    unchecked = manager.replay(2, 2)["y"].clone()  # it cannot be run twice
+    assert torch.equal(unchecked, floats(2) * 2 + 1)
+    found = manager.replay(2, 2, lambda: double(manager.inputs.views(2)))["y"]
+    assert torch.equal(found, floats(2) * 2)
+    assert not manager.serves(2)
+    assert manager.reason_of(2) == "verification"
 
 
 def test_checked_replays_advance_a_step_once():

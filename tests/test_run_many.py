@@ -14,7 +14,6 @@ from graphcap.errors import (
     InputError,
     StaleRecordingError,
     StateError,
-    VerificationError,
 )
 from graphcap.ring import Ring, Stop
 from graphcap.settings import Settings
@@ -183,21 +182,31 @@ def test_sampled_verification_checks_the_right_replays(every):
         assert path == walks(given, 22)
 
 
-def test_sampled_verification_finds_a_wrong_replay_in_the_middle():
-    with walker(LENGTH, settings=Settings(verify_every=5)) as manager:
+@pytest.mark.parametrize("steps", [4, 8])
+def test_sampled_verification_finds_a_wrong_replay_in_the_middle(steps):
+    """The steps of the call go on eagerly, from the one that was found on."""
+    with walker(LENGTH, settings=Settings(verify_every=3)) as manager:
         manager.capture()
-        manager.run_many(2, batch_of(2))
+        given = batch_of(2)
+        path = rows_of(manager.run_many(2, given))
         recording = manager.recording(2)
         replay = recording.replay
 
         def wrong():
             replay()
             recording.outputs["pair"].add_(1)
+            manager.inputs["token"].add_(1)
 
         recording.replay = wrong
-        with pytest.raises(VerificationError, match="pair"):
-            manager.run_many(4)
-        assert manager.stats().replays == 4
+        path = [a + b for a, b in zip(path, rows_of(manager.run_many(steps)), strict=True)]
+        assert path == walks(given, 2 + steps)
+        stats = manager.stats()
+        assert stats.replays == 2
+        assert stats.verified == 0
+        assert stats.fallbacks == {"verification": steps}
+        more = rows_of(manager.run_many(2))
+        path = [a + b for a, b in zip(path, more, strict=True)]
+        assert path == walks(given, 4 + steps)
 
 
 def test_too_many_steps_and_bad_numbers_are_refused_before_anything_runs():

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from graphcap.cli import doctor_ixformer, doctor_shapes, doctor_vllm
+from graphcap.cli import doctor_ixformer, doctor_report, doctor_shapes, doctor_vllm
 from graphcap.cli.doctor_ixformer import VENDOR_VARIABLES
 from graphcap.cli.options import default_device, print_json
 
@@ -19,8 +19,9 @@ def add_to(commands: Any) -> None:
         "doctor",
         help="show what this machine has and what graphcap chooses on it",
         description="Shows versions, whether graph capture works (by capturing a graph of one "
-        "kernel), the recorder and kernels that would be chosen and why, and every environment "
-        "variable with its origin. Exit code 1 if something that was asked for is not to be had.",
+        "kernel), the recorder and kernels that would be chosen and why, every environment "
+        "variable with its origin, and what the last capture did not record (GRAPHCAP_REPORT). "
+        "Exit code 1 if something that was asked for is not to be had.",
     )
     doctor_vllm.add_to(parser)
     doctor_shapes.add_to(parser)
@@ -51,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
         settings = Settings()
     if settings.enabled and not doctor_vllm.has_vllm():
         warnings.append("GRAPHCAP=1 has no effect: vLLM is not installed for this Python")
+    warnings += doctor_report.lines_of(settings.report)
     device = default_device()
     probe = probe_capture(device)
     loops = probe_loops(device)

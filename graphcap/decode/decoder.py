@@ -15,6 +15,7 @@ from graphcap.decode.kernels import DecodeKernels
 from graphcap.decode.state_cache import NULL_SLOT
 from graphcap.decode.step import DecodeStep, decode_slots
 from graphcap.decode.weights import ModelWeights
+from graphcap.drawing import Example
 from graphcap.errors import InputError
 from graphcap.inputs import NUM_ROWS, StaticInputs
 from graphcap.manager import CaptureManager
@@ -22,7 +23,7 @@ from graphcap.moe.ranges import Ranges, nvtx_ranges
 from graphcap.pool import BufferPool
 from graphcap.ring import Ring, Stop
 from graphcap.settings import Settings
-from graphcap.verify import Example
+from graphcap.written import Place
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -244,6 +245,7 @@ class Decoder:
             settings=settings,
             example=example_batches(self.cache, weights.shape.vocab_size),
             ring=ring,
+            written=self._written,
             # Unlike a key or a value, a recurrent state changes again when it is written again.
             state=() if self.cache.states is None else self.cache.states.tensors,
         )
@@ -275,6 +277,17 @@ class Decoder:
             return _follow(laid, first, tokens, advance, eos=self.eos)
         finally:
             laid.close()
+
+    def _written(self, slots: Batch) -> list[Place]:
+        """The cache blocks that the rows of a step write."""
+        cache = self.cache
+        blocks = slots["slot_mapping"].long() // cache.block_size
+        index = torch.unique(blocks.clamp(0, cache.num_blocks - 1))
+        return [
+            Place(f"{what} of attention layer {layer}", tensor, index)
+            for what, tensors in (("keys", cache.keys), ("values", cache.values))
+            for layer, tensor in enumerate(tensors)
+        ]
 
     def close(self) -> None:
         self.manager.close()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from graphcap.census import Census
-from graphcap.errors import BackendError
+from graphcap.errors import BackendError, CaptureError, StateError
+from graphcap.graph_addresses import PointerReport
+from graphcap.live_memory import Range
 
 BoundStep = Callable[[], Mapping[str, torch.Tensor]]
 """A step bound to the slots of one bucket: runs on the device, returns its outputs."""
@@ -43,11 +46,21 @@ class Recording(ABC):
         nbytes: memory that making this recording took, measured, in bytes.
         pinned: storages that the step reads or writes and that it did not make itself (slots, pool,
             weights, caches): kept alive as long as the recording.
+        pointers: of the check of a graph's addresses; None: there is no graph, or it was not asked for.
+            The entries of a tape hold tensors, and so keep alive what they point at.
     """
 
     outputs: Mapping[str, torch.Tensor]
     nbytes: int
     pinned: tuple[torch.UntypedStorage, ...]
+    pointers: PointerReport | None = None
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Neither a copy nor a pickle: a recording is addresses of this process."""
+        raise StateError(
+            "a recording cannot be copied or pickled: it points at the tensors of this one; capture "
+            "again for the copy"
+        )
 
     @abstractmethod
     def replay(self) -> None:
@@ -89,6 +102,15 @@ class Recorder(ABC):
     is kept alive. Of many like recordings (the buckets of a large model) the first is enough, by a host
     that keeps the model alive itself; the others then take half the time. A tape always watches."""
 
+    checks_pointers: bool = True
+    """Whether a captured graph's addresses are held against live memory before the graph is replayed."""
+    named: Sequence[Range] = ()
+    """Memory that is known by name, for messages of that check and its report. Set it before."""
+
+    stranded: int = 0
+    """Bytes that failed attempts cost as long as other recordings live: what they took in memory that all
+    share, and what others take because they can no longer share it. See `reclaim`."""
+
     repeatable: bool = False
     """Whether its recordings keep what `Recording.repeated` needs, where torch can. Set it before."""
 
@@ -104,6 +126,28 @@ class Recorder(ABC):
             CaptureError: names the operation, the source line and the cure. The device is usable
                 and what the attempt took is given back.
         """
+
+    def dangling(self, recordings: Mapping[int, Recording]) -> Mapping[int, CaptureError]:
+        """Look again at what recordings point at and nobody known keeps alive, for the last time: after
+        all are made and before the first is replayed.
+
+        Args:
+            recordings: by bucket; of this recorder.
+
+        Returns:
+            Of those that point at memory which has been freed since they were made.
+        """
+        return {}
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Recordings that are made inside, and closed there, share no memory with others: all that they
+        took is given back at the end."""
+        yield
+
+    def reclaim(self) -> None:
+        """All recordings are closed: give back what is `stranded`."""
+        self.stranded = 0
 
     def close(self) -> None:
         """Give back what the recordings shared. Idempotent."""

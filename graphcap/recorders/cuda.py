@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-import traceback
+import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from graphcap.census import Call, Census
+from graphcap.census import Census
 from graphcap.errors import BackendError, CaptureError, StateError
 from graphcap.explain import warn
-from graphcap.operations import Operation
+from graphcap.graph_addresses import PointerReport
 from graphcap.recorders.base import (
     BoundStep,
     Loop,
@@ -22,86 +23,20 @@ from graphcap.recorders.base import (
     autocast_casts_not_kept,
     garbage_collection_held,
 )
+from graphcap.recorders.broken_capture import explained
+from graphcap.recorders.capture_trace import CaptureTrace
 from graphcap.recorders.graph_nodes import GraphReader
-from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.loop import GraphLoop, LoopDriver
 from graphcap.recorders.loop_probe import keeps_graphs, kept_graph, probe_loops, raw_stream
-from graphcap.recorders.probe import TorchCapture, end_allocation_to, run_probe
+from graphcap.recorders.pointer_watch import PointerWatch, RecordedPointers
+from graphcap.recorders.probe import TorchCapture, give_up, run_probe
 from graphcap.recorders.source import raising_line
-from graphcap.recorders.tape import dispatch_row, storage_key, tensors_in
+from graphcap.recorders.streams import StreamLease
+from graphcap.undo import let_go
 
 logger = logging.getLogger(__name__)
 
-
-class CaptureTrace(StepGuard):
-    """Watches a step under capture and counts the graph nodes that each operation makes."""
-
-    def __init__(self, device: torch.device, stream: int, reader: GraphReader | None) -> None:
-        super().__init__(device, replays_live=False)
-        self.calls: list[Call] = []
-        self._stream = stream
-        self._reader = reader
-        self._graph: Any = None
-        self.pinned: dict[int, Any] = {}
-        self._made: set[int] = set()
-
-    def called(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        before = self._count()
-        self._pin((args, kwargs))
-        operation.function(*args, **kwargs)
-        self._append(operation.name, operation.implementation, before)
-
-    def dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = self._count()
-        inputs = self._pin((args, kwargs))
-        result = func(*args, **kwargs)
-        self._made |= {storage_key(t) for t in tensors_in(result)} - inputs
-        self._append(dispatch_row(func), "torch", before)
-        return result
-
-    def _pin(self, values: Any) -> set[int]:
-        """Keep what the graph reads and the capture did not make: nothing else would keep it."""
-        keys = set()
-        for tensor in tensors_in(values):
-            key = storage_key(tensor)
-            keys.add(key)
-            if key not in self._made:
-                self.pinned.setdefault(key, tensor.untyped_storage())
-        return keys
-
-    def census(self) -> Census:
-        """Of the capture so far; asked for at its end."""
-        try:
-            nodes = None if self._reader is None else self._reader.nodes(self._handle())
-        except BackendError as error:  # an older driver: no reason to lose the recording
-            warn(logger, "graph-nodes", "graph nodes are not counted: %s", error)
-            nodes = None
-        return Census.of(self.calls, graph=nodes)
-
-    def count_only(self) -> Census:
-        """The number of nodes captured so far, of whatever kind."""
-        count = self._count()
-        return Census((), 0, None if count is None else {"node": count})
-
-    def _append(self, name: str, implementation: str, before: int | None) -> None:
-        after = self._count()
-        made = None if after is None or before is None else after - before
-        if made != 0:  # views and allocations make no node and are no operation
-            self.calls.append(Call(name, implementation, nodes=made))
-
-    def _count(self) -> int | None:
-        try:
-            return None if self._reader is None else self._reader.count(self._handle())
-        except BackendError as error:
-            warn(logger, "graph-nodes", "graph nodes are not counted: %s", error)
-            self._reader = None
-            return None
-
-    def _handle(self) -> Any:
-        if self._graph is None:
-            assert self._reader is not None
-            self._graph = self._reader.graph_under_capture(self._stream)
-        return self._graph
+_TRIES = 5
 
 
 class CudaRecording(Recording):
@@ -113,9 +48,13 @@ class CudaRecording(Recording):
         census: Census,
         nbytes: int,
         device: torch.device,
+        lease: StreamLease,
         kept: bool = False,
+        addresses: RecordedPointers | None = None,
     ) -> None:
         self._device = device
+        self.addresses = addresses
+        self._lease: StreamLease | None = lease
         self._kept = kept
         self.outputs = outputs
         self.nbytes = nbytes
@@ -129,6 +68,10 @@ class CudaRecording(Recording):
 
     def census(self) -> Census:
         return self._census
+
+    @property
+    def pointers(self) -> PointerReport | None:  # type: ignore[override]
+        return None if self.addresses is None else self.addresses.report
 
     def repeated(self, left: torch.Tensor, live: torch.Tensor) -> Loop:
         probe = probe_loops(self._device)
@@ -158,6 +101,9 @@ class CudaRecording(Recording):
             self._graph = None
             self.outputs = {}
             self.pinned = ()
+            if self.addresses is not None:
+                self.addresses.forget()
+            self._lease = None
             del self.replay  # the method above answers from here on
 
 
@@ -178,15 +124,18 @@ class CudaRecorder(Recorder):
                 f"the cuda recorder needs a CUDA device, found {device}; use GRAPHCAP_RECORDER=tape"
             )
         self.device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._lent: StreamLease | None = StreamLease(device)
         self._settled = False
+        self._split = False  # there are recordings in another pool than the present one
+        self._pool: Any = None
         self._made: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
+        self._new_pool()
         try:
             self._reader: GraphReader | None = GraphReader()
         except BackendError as error:
             warn(logger, "graph-nodes", "graph nodes are not counted: %s", error)
             self._reader = None
+        self._watch = PointerWatch(None if self._reader is None else self._reader.driver)
 
     def warm_up(self, step: BoundStep) -> Mapping[str, torch.Tensor]:
         current = torch.cuda.current_stream(self.device)
@@ -205,36 +154,109 @@ class CudaRecorder(Recorder):
         with garbage_collection_held():
             torch.cuda.synchronize(self.device)
             if not self._settled:  # warm-up left blocks that no capture can use
+                if self.checks_pointers:
+                    self._watch.look()  # what is given back now was memory, later checks know
                 torch.cuda.empty_cache()
                 self._settled = True
             free_before, _ = torch.cuda.mem_get_info(self.device)
-            if not any(recording.is_open for recording in self._made):
-                # torch does not take a pool again whose graphs are all gone.
-                self._pool = torch.cuda.graph_pool_handle()
+            reserved = torch.cuda.memory_reserved(self.device)
+            if not self._shared and not self._split:
+                self.stranded = 0  # nothing is left that could keep it
+            if self._pool is None or not self._shared:
+                self._new_pool()  # torch does not take a pool again whose graphs are all gone
             kept = self.repeatable and keeps_graphs()
+            addresses = self._watch.began() if self.checks_pointers else None
             graph = kept_graph() if kept else torch.cuda.CUDAGraph()
+            handled = sys.exc_info()[1]
             try:
                 for generator in self.generators:
                     if generator.device.type == "cuda":
                         graph.register_generator_state(generator)
-                outputs, pinned, census = self._capture(graph, step, kept)
+                outputs, pinned, census = self._capture(graph, step, kept, addresses)
             except BaseException as error:
                 line = raising_line(error.__traceback__)
-                # What the step had allocated is held by its frames until they are cleared.
-                traceback.clear_frames(error.__traceback__)
+                let_go(error, handled)  # and with it what the step had allocated
+                if self._shared:  # no segment is given back in the middle of a capture
+                    grown = torch.cuda.memory_reserved(self.device) - reserved
+                    self.stranded += max(0, grown)
                 self._recover(graph)
                 if isinstance(error, CaptureError) or not isinstance(error, Exception):
                     raise
-                raise _explained(error, bucket, line) from error
+                raise explained(error, bucket, line) from error
             torch.cuda.synchronize(self.device)
             free_after, _ = torch.cuda.mem_get_info(self.device)
         nbytes = max(0, free_before - free_after)
-        made = CudaRecording(graph, outputs, pinned, census, nbytes, self.device, kept)
+        grown = max(0, torch.cuda.memory_reserved(self.device) - reserved)
+        made = CudaRecording(
+            graph, outputs, pinned, census, nbytes, self.device, self._lease, kept, addresses
+        )
         self._made.add(made)
+        if addresses is not None:
+            try:
+                addresses.made(self._pool, pinned)
+                addresses.check(bucket, self.named)
+            except BaseException:
+                del outputs, pinned  # the graph's memory, which is to be given back
+                made.close()
+                if self._shared:
+                    self.stranded += grown
+                else:
+                    torch.cuda.empty_cache()
+                raise
+        if self._split:  # it could not use what the recordings in the other pool have
+            self.stranded += grown
         return made
 
+    def dangling(self, recordings: Mapping[int, Recording]) -> Mapping[int, CaptureError]:
+        found: dict[int, CaptureError] = {}
+        kept = {s: r.addresses for s, r in recordings.items() if isinstance(r, CudaRecording)}
+        now = self._watch.look() if any(kept.values()) else None
+        for size, addresses in kept.items():
+            if addresses is not None:
+                try:
+                    addresses.check(size, self.named, now)
+                except CaptureError as error:
+                    found[size] = error
+                addresses.forget()
+        return found
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        outside = self._pool, self._made, self._split, self.stranded
+        try:
+            self._split = False
+            self._new_pool()
+            yield
+        finally:
+            self._pool, self._made, self._split, self.stranded = outside
+            torch.cuda.empty_cache()
+
+    @property
+    def _lease(self) -> StreamLease:
+        """Of the stream; another one after `close`."""
+        if self._lent is None:
+            self._lent = StreamLease(self.device)
+        return self._lent
+
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        return self._lease.stream
+
+    def _new_pool(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._made = weakref.WeakSet()  # in this pool
+
+    @property
+    def _shared(self) -> bool:
+        """Whether the pool has a graph, and so what is taken there stays."""
+        return any(recording.is_open for recording in self._made)
+
     def _capture(
-        self, graph: torch.cuda.CUDAGraph, step: BoundStep, kept: bool
+        self,
+        graph: torch.cuda.CUDAGraph,
+        step: BoundStep,
+        kept: bool,
+        addresses: RecordedPointers | None,
     ) -> tuple[Mapping[str, torch.Tensor], tuple[torch.UntypedStorage, ...], Census]:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), torch.no_grad(), autocast_casts_not_kept():
@@ -248,6 +270,7 @@ class CudaRecorder(Recorder):
             else:
                 outputs = dict(step())
                 census = trace.count_only()
+            trace.read_pointers(addresses)
             graph.capture_end()
             if kept:
                 graph.instantiate()  # torch puts it off to the first replay
@@ -262,32 +285,31 @@ class CudaRecorder(Recorder):
                 # The driver had given the capture up. torch then leaves the allocator recording to
                 # the graph's pool, for good: later recordings get another pool.
                 logger.debug("ending the broken capture: %s", error)
-                end_allocation_to(self._pool, self.device)
-                self._pool = torch.cuda.graph_pool_handle()
+                give_up(graph, self._pool, self.device)
+                self._split |= self._shared
+                self._new_pool()
         try:
             graph.reset()
         except RuntimeError as error:
             logger.debug("resetting the broken graph: %s", error)
         torch.cuda.synchronize(self.device)
         # The random generators still expect a capture; one that succeeds frees them of that.
-        probe = run_probe(TorchCapture(self.device))
+        own = [g for g in self.generators if g.device.type == "cuda"]
+        for _ in range(_TRIES):  # another thread that broke the capture may break this one
+            probe = run_probe(TorchCapture(self.device, generators=own))
+            if probe.works:
+                break
         if not probe.works:
             raise RuntimeError(
                 f"{self.device} captures no more after a broken capture: {probe.detail}"
             )
         torch.cuda.empty_cache()
 
+    def reclaim(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        self._split = False
+        super().reclaim()
+
     def close(self) -> None:
-        self._pool = None
-
-
-def _explained(error: Exception, bucket: int, line: str) -> CaptureError:
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return CaptureError(
-            f"bucket {bucket}: out of device memory at {line} while recording: {error}; record "
-            f"fewer or smaller buckets (GRAPHCAP_BUCKETS) or leave the device more free memory"
-        )
-    return CaptureError(
-        f"bucket {bucket}: {type(error).__name__} at {line} while recording: {error}; remove what "
-        f"synchronises or allocates outside torch there, or use GRAPHCAP_RECORDER=tape"
-    )
+        self._pool = self._lent = None

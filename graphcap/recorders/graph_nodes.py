@@ -27,7 +27,7 @@ class GraphReader:
                 f"the census of a CUDA graph needs cuda-bindings, which cannot be imported ({error}); "
                 f"install it with: pip install 'vllm-graphcap[cuda]'"
             ) from error
-        self._driver = driver
+        self.driver: Any = driver
         self._kind_names = {
             value: name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
             for name, value in driver.CUgraphNodeType.__members__.items()
@@ -36,8 +36,8 @@ class GraphReader:
     def graph_under_capture(self, stream: int) -> Any:
         """The graph that `stream` (a raw handle) is capturing into."""
         # (status, id, graph, …): what follows the graph differs between CUDA versions.
-        status, _, graph, *_ = self._ask("cuStreamGetCaptureInfo", self._driver.CUstream(stream))
-        active = self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        status, _, graph, *_ = self._ask("cuStreamGetCaptureInfo", self.driver.CUstream(stream))
+        active = self.driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
         if status != active:
             raise BackendError(f"the stream is not capturing: {status}")
         return graph
@@ -79,7 +79,7 @@ class GraphReader:
         )
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        error, *results = getattr(self._driver, function)(*arguments)
-        if error != self._driver.CUresult.CUDA_SUCCESS:
+        error, *results = getattr(self.driver, function)(*arguments)
+        if error != self.driver.CUresult.CUDA_SUCCESS:
             raise BackendError(f"{function} failed: {error}")
         return results[0] if len(results) == 1 else results

@@ -21,7 +21,7 @@ ReplayCall = tuple["Callable[[], object] | None", bool]
 def out_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> ReplayCall:
     """A call that computes `func(*args, **kwargs)` into `result`, the tensors of the recorded run."""
     packet = func.overloadpacket.__name__
-    if packet in _UNWRITTEN:
+    if packet in UNWRITTEN:
         return None, False
     if packet in _IN_PLACE:
         call = _IN_PLACE[packet](args, kwargs, result)
@@ -113,7 +113,7 @@ def _embedding(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> An
     return repeatable(aten.index_select.out, (weight, 0, indices.view(-1)), {"out": out})
 
 
-_UNWRITTEN = frozenset(
+UNWRITTEN = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 )
 """Factories whose result has undefined contents: there is nothing to run."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -139,11 +139,19 @@ class TorchCapture:
     Args:
         device: a CUDA device.
         runtime: asked before torch is; None: torch finds out by itself.
+        generators: besides the device's own, random generators that may still expect a capture that
+            failed; one that succeeds frees them of that.
     """
 
-    def __init__(self, device: torch.device, runtime: CudaRuntime | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        runtime: CudaRuntime | None = None,
+        generators: Sequence[torch.Generator] = (),
+    ) -> None:
         self.device = device
         self._runtime = runtime or CudaRuntime.loaded()
+        self._generators = tuple(generators)
         self._tried = False  # torch was asked for a capture
         self._open = False  # a capture may be in progress
 
@@ -166,6 +174,8 @@ class TorchCapture:
                 self._runtime.try_capture(self._stream.cuda_stream)
             self._pool: Any = torch.cuda.graph_pool_handle()
             self._graph = torch.cuda.CUDAGraph()
+            for generator in self._generators:
+                self._graph.register_generator_state(generator)
             self._tried = self._open = True
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
@@ -179,7 +189,7 @@ class TorchCapture:
             try:
                 self._graph.capture_end()
             except RuntimeError:
-                end_allocation_to(self._pool, self.device)
+                give_up(self._graph, self._pool, self.device)
                 raise
 
     def replay(self) -> None:
@@ -252,17 +262,33 @@ def _draws(device: torch.device) -> bool:
     return True
 
 
-def end_allocation_to(pool: Any, device: torch.device) -> None:
-    """Stop the allocator from serving a graph's pool after a capture that torch could not end."""
+_broken: list[torch.cuda.CUDAGraph] = []
+
+
+def give_up(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    """After a capture that torch could not end: reset `graph`, stop the allocator from serving `pool`, and
+    count the graph no longer among the pool's users, or its memory could never be given back.
+
+    No capture may use `pool` again, and the graph is kept: torch's allocator of host memory goes on asking
+    it which streams are its own, and cannot be told to stop.
+    """
+    try:
+        graph.reset()  # newer torch does the rest of it here
+    except RuntimeError as error:
+        logger.debug("resetting the broken graph: %s", error)
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is None:  # its name in torch before 2.6
         end = getattr(torch._C, "_cuda_endAllocateCurrentStreamToPool", None)
     if end is None:
         return
+    index = _with_index(device).index
     try:
-        end(device.index or 0, pool)
-    except RuntimeError as error:  # it had ended already
+        end(index, pool)
+    except RuntimeError as error:  # it had ended already, or never begun: nothing is counted
         logger.debug("ending allocation to the graph pool: %s", error)
+        return
+    _broken.append(graph)
+    torch._C._cuda_releasePool(index, pool)
 
 
 _found: dict[tuple[torch.device, Callable[..., Any]], CaptureProbe] = {}

@@ -22,12 +22,28 @@ _MACHINERY = (
     str(_PACKAGE / "serving.py"),
     str(_PACKAGE / "life.py"),
     str(_PACKAGE / "many.py"),
+    str(_PACKAGE / "capturing.py"),
+    str(_PACKAGE / "phases.py"),
+    str(_PACKAGE / "fingerprint.py"),
+    str(_PACKAGE / "comparing.py"),
+    str(_PACKAGE / "narrowing.py"),
+    str(_PACKAGE / "verify"),
     str(_PACKAGE / "ring"),
     str(_PACKAGE / "inputs.py"),
     str(_PACKAGE / "pool.py"),
     contextlib.__file__,
     *(_TRITON.submodule_search_locations or () if _TRITON else ()),
 )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that host or device memory is out. On the host torch raises a RuntimeError."""
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "out of memory" in text or "not enough memory" in text
+    )
 
 
 def calling_line() -> str:

@@ -30,7 +30,7 @@ from graphcap.recorders.base import BoundStep, Recorder, Recording, autocast_cas
 from graphcap.recorders.bindings import opened, repeatable
 from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.out_variants import out_call, run_and_copy
-from graphcap.recorders.source import calling_line
+from graphcap.recorders.source import calling_line, is_out_of_memory, raising_line
 from graphcap.recorders.triton_launches import (
     TritonLaunch,
     current_stream,
@@ -247,9 +247,14 @@ class TapeRecorder(Recorder):
         except CaptureError:
             raise
         except Exception as error:
+            cure = (
+                "record fewer or smaller buckets (GRAPHCAP_BUCKETS) or free some memory"
+                if is_out_of_memory(error)
+                else "the same step ran when it was warmed up: look for what differs from run to run"
+            )
             raise CaptureError(
                 f"bucket {bucket}: the step raised {type(error).__name__} at "
-                f"{_raised_at(error)} while it was recorded: {error}"
+                f"{_raised_at(error)} while it was recorded: {error}; {cure}"
             ) from error
         return TapeRecording(trace, dict(outputs))
 
@@ -263,8 +268,6 @@ def count_step(step: BoundStep, device: torch.device) -> Census:
 
 
 def _raised_at(error: BaseException) -> str:
-    from graphcap.recorders.source import raising_line
-
     return raising_line(error.__traceback__) or calling_line()
 
 
@@ -287,6 +290,7 @@ def dispatch_row(func: Any) -> str:
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that `func` writes into, as its schema says."""
     written: list[Any] = []
     for index, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info

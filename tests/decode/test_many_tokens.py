@@ -75,7 +75,7 @@ def test_sequences_end_at_end_of_sequence(
     for ends in every_end:
         one_by_one_until(ends)  # by the usual recorder
     if looped:
-        monkeypatch.setattr("graphcap.life.select_recorder", lambda *_: LoopingRecorder())
+        monkeypatch.setattr("graphcap.phases.select_recorder", lambda *_: LoopingRecorder())
     for ends in every_end:
         expected = []
         for ids in one_by_one()[:4]:

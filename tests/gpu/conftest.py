@@ -2,14 +2,11 @@
 
 import pytest
 import torch
+from cuda_only import device_works_afterwards, mark_and_skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "tests/gpu" in str(item.path):
-            item.add_marker(pytest.mark.gpu)
-            if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    mark_and_skip(items, "tests/gpu")
 
 
 @pytest.fixture
@@ -18,14 +15,5 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def usable_afterwards(request: pytest.FixtureRequest):
-    """Whatever a test does, the device, the allocator and the random generator work after it."""
-    yield
-    if not torch.cuda.is_available():
-        return
-    assert not torch.cuda.is_current_stream_capturing()
-    torch.manual_seed(1)
-    first = torch.rand(1000, device="cuda")
-    torch.manual_seed(1)
-    assert torch.equal(first, torch.rand(1000, device="cuda"))
-    torch.cuda.synchronize()
+def usable_afterwards():
+    yield from device_works_afterwards()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -184,10 +185,17 @@ def test_an_operation_in_which_nothing_is_seen_is_called_whole(kernel: HostKerne
     assert torch.equal(out, x)
 
 
+_NAMESPACES = itertools.count()
+
+
 @pytest.fixture
 def python_operator(kernel: HostKernel):  # type: ignore[no-untyped-def]
-    """``graphcap_test::scaled(x, factor) -> Tensor``, implemented in Python, which launches `kernel`."""
-    library = torch.library.Library("graphcap_test", "FRAGMENT")
+    """An operator ``(x, factor) -> Tensor``, implemented in Python, which launches `kernel`.
+
+    Of a namespace of its own: older torch keeps what it knows of an operator that is gone.
+    """
+    namespace = f"graphcap_test_{next(_NAMESPACES)}"
+    library = torch.library.Library(namespace, "FRAGMENT")
     calls: list[float] = []
 
     def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -198,10 +206,10 @@ def python_operator(kernel: HostKernel):  # type: ignore[no-untyped-def]
 
     library.define("scaled(Tensor x, float factor) -> Tensor")
     library.impl("scaled", scaled, "CPU")
-    operator = torch.ops.graphcap_test.scaled.default
+    operator = getattr(torch.ops, namespace).scaled.default
     yield operator, scaled, calls
     bindings._OPENED.pop(operator, None)
-    library._destroy()
+    del library
 
 
 def test_an_operator_in_python_is_looked_into_where_that_was_told(python_operator: Any) -> None:
@@ -214,7 +222,7 @@ def test_an_operator_in_python_is_looked_into_where_that_was_told(python_operato
 
     recording = TapeRecorder(CPU).record(step, 4)
     rows = {row.operation: row.count for row in recording.census().rows}
-    assert rows == {"scale": 1, "aten.add_.Tensor": 1, "graphcap_test.scaled.default": 1}
+    assert rows == {"scale": 1, "aten.add_.Tensor": 1, f"{operator}": 1}
     x.copy_(torch.randn(4))
     for output in recording.outputs.values():
         output.fill_(float("nan"))

@@ -8,7 +8,7 @@ tokens). The model runner decides when a phase of the capture happens; see `capt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,16 +18,24 @@ import torch
 from graphcap.buckets import BucketLadder
 from graphcap.errors import StaleRecordingError, anchor_in
 from graphcap.explain import warn
+from graphcap.hosts.vllm.cache_places import cache_places, caches_of, watched_of
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.experts import PooledExperts, not_shown
 from graphcap.hosts.vllm.inputs import EngineInputs
-from graphcap.hosts.vllm.ranks import agreed, alone, common_recorder, no_vote_on_error
+from graphcap.hosts.vllm.ranks import (
+    agreed,
+    alone,
+    common_recorder,
+    leave_graph_buffers_alone,
+    no_vote_on_error,
+)
 from graphcap.hosts.vllm.reporting import Reporter
 from graphcap.manager import CaptureManager
 from graphcap.pool import BufferPool
-from graphcap.reachable import Watched, module_tensors, watch
+from graphcap.reachable import Watched
 from graphcap.recorders.select import probe_capture
 from graphcap.settings import Settings
+from graphcap.written import Place
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +84,10 @@ class EngineCapture:
         self.reporter = Reporter(choice, settings, vllm_config)
         self.failed: str | None = None
         self._watched_kinds: set[str] = set()
+        self._pointers_checked = False
         self._model = model
         self._layers = vllm_config.compilation_config.static_forward_context
+        self._cache_config = getattr(vllm_config, "cache_config", None)
         text = vllm_config.model_config.hf_text_config
         limits = (int(text.vocab_size), int(vllm_config.model_config.max_model_len))
         self.managers: dict[str, CaptureManager] = {}
@@ -93,6 +103,8 @@ class EngineCapture:
                     example=inputs.draw,
                     recorder=self._recorder,
                     watched=self._watched,
+                    written=self._written,
+                    agree=None if alone() else agreed,
                 )
 
     # -- capture ---------------------------------------------------------------------------------
@@ -134,7 +146,7 @@ class EngineCapture:
     def give_up(self, why: str) -> None:
         """Drop every recording on this rank; from here on every step is vLLM's own."""
         self.failed = why
-        _leave_graph_buffers_alone()
+        leave_graph_buffers_alone()
         warn(
             logger,
             anchor_in(why, "nothing-recorded"),
@@ -154,6 +166,7 @@ class EngineCapture:
     def verify(self, kind: str, size: int, forward: Forward) -> None:
         """Hold a bucket against its eager step. Every rank must come here for the same bucket: one that
         differs on one rank is given up on all."""
+        self._check_pointers()
         manager = self.managers[kind]
         if manager.failure_of(size) is not None:
             return
@@ -171,17 +184,49 @@ class EngineCapture:
                     manager.drop(size, "rank_failed", f"bucket {size}: it differed on another rank")
                 return
 
+    def _check_pointers(self) -> None:
+        """Once, when all is recorded: a recording that points at freed memory on one rank ends recording
+        on all of them. Every rank must come here."""
+        if self._pointers_checked or self.failed is not None:
+            return
+        self._pointers_checked = True
+        with no_vote_on_error():
+            why = [
+                f"bucket {size} ({kind}): {manager.failure_of(size)}"
+                for kind, manager in self.managers.items()
+                for size in manager.check_pointers()
+            ]
+        if not agreed(not why) and not alone():
+            self.give_up(why[0] if why else "the check of pointers failed on another rank")
+
     def finish(self) -> None:
+        self._check_pointers()
         reports = {kind: manager.finish() for kind, manager in self.managers.items()}
         notes = []
         if self._hybrid and self.settings.verify != "off":
             notes.append("not verified: a recurrent state would advance twice")
+            if self.settings.verify_every:
+                warn(
+                    logger,
+                    "verification",
+                    "GRAPHCAP_VERIFY=%d checks no replay of this engine: %s",
+                    self.settings.verify_every,
+                    "its model has a recurrent state, which running a step twice would advance twice",
+                )
         self.reporter.captured(self, reports, notes)
 
     # -- serving ---------------------------------------------------------------------------------
 
     def replay(self, kind: str, size: int, rows: int, forward: Forward) -> torch.Tensor | None:
-        """The hidden states of a bucket, or None where the step has to run eagerly (counted)."""
+        """The hidden states of a bucket, or None where the step has to run eagerly (counted).
+
+        With ``GRAPHCAP_VERIFY=N`` every N-th replay is held against `forward`, but for hybrid models, whose
+        recurrent state would advance twice. Where they differ, on any rank, the hidden states are those of
+        `forward`, and the bucket serves no more.
+
+        Raises:
+            FallbackError, VerificationError: ``GRAPHCAP_STRICT=1``.
+        """
         manager = self.managers.get(kind)
         if manager is None or not manager.serves(size):
             why = None if manager is None else manager.failure_of(size)
@@ -195,7 +240,11 @@ class EngineCapture:
         except StaleRecordingError as error:
             self.fall_back(rows, "stale_recording", str(error), kind)
             return None
-        self.reporter.replayed(kind, size, rows)
+        if manager.serves(size):
+            self.reporter.replayed(kind, size, rows)
+        else:  # given up by this very step, which ran eagerly; the manager has counted it
+            reason = manager.reason_of(size) or "verification"
+            self.reporter.fell_back(reason, rows if kind == DECODE else None)
         return outputs[HIDDEN]
 
     def fall_back(self, rows: int, reason: str, remedy: str, kind: str = DECODE) -> None:
@@ -226,23 +275,15 @@ class EngineCapture:
         return step
 
     def _watched(self) -> Sequence[Watched]:
-        found = module_tensors(self._model)
-        for name, module in self._model.named_modules():
-            packed = vars(module).get("cpu_linear")  # holds what vLLM made of the weights for a CPU
-            if packed is not None:
-                found.append(Watched(f"{name}.cpu_linear", module, "cpu_linear", packed))
-        for name, layer in self._layers.items():
-            caches = getattr(layer, "kv_cache", None)
-            if isinstance(caches, torch.Tensor):
-                found.append(watch(f"the cache of {name}", layer, "kv_cache", caches))
-            elif isinstance(caches, (list, tuple)):
-                found.append(Watched(f"the caches of {name}", layer, "kv_cache", caches))
-                found += [
-                    watch(f"the cache {number} of {name}", caches, number, cache)
-                    for number, cache in enumerate(caches)
-                    if isinstance(cache, torch.Tensor)
-                ]
-        return found
+        return watched_of(self._model, self._layers)
+
+    def _written(self, slots: Mapping[str, torch.Tensor]) -> list[Place]:
+        return cache_places(
+            [(name, cache) for name, _, _, cache in caches_of(self._layers)],
+            slots,
+            getattr(self._cache_config, "num_gpu_blocks", None),
+            getattr(self._cache_config, "block_size", None),
+        )
 
 
 def _as_dispatched(choice: Choice, buckets: Iterable[tuple[str, int]]) -> Choice:
@@ -286,14 +327,3 @@ def row_slots(context: Any) -> torch.Tensor | None:
     if not isinstance(mapping, dict):
         return None
     return next((slots for slots in mapping.values() if slots.dtype == torch.int64), None)
-
-
-def _leave_graph_buffers_alone() -> None:
-    """Keep vLLM from exchanging the all-reduce buffers of graphs that are gone: at the end of its capture
-    context the ranks pair them by index, and after a failure on one rank their numbers differ."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    communicator = getattr(get_tp_group(), "device_communicator", None)
-    custom = getattr(communicator, "ca_comm", None)
-    if custom is not None and hasattr(custom, "register_graph_buffers"):
-        custom.register_graph_buffers = lambda: None

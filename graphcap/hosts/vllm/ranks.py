@@ -93,3 +93,14 @@ def common_recorder(wanted: str, device: torch.device) -> Recorder:
         )
         return tape
     return recorder
+
+
+def leave_graph_buffers_alone() -> None:
+    """Keep vLLM from exchanging the all-reduce buffers of graphs that are gone: at the end of its capture
+    context the ranks pair them by index, and after a failure on one rank their numbers differ."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    communicator = getattr(get_tp_group(), "device_communicator", None)
+    custom = getattr(communicator, "ca_comm", None)
+    if custom is not None and hasattr(custom, "register_graph_buffers"):
+        custom.register_graph_buffers = lambda: None

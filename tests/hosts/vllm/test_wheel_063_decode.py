@@ -129,6 +129,15 @@ def test_prefill_and_mixed_batches_keep_vllms_path_and_are_no_fallback(v0_facts:
     assert found["experts"]["a prefill"] >= 2
 
 
+def test_a_wrong_replay_gets_the_eager_result_and_its_bucket_runs_eagerly(v0_facts: Facts):
+    found = v0_facts["a wrong replay"]
+    assert found["tokens"] == [True, True]
+    assert (found["replays"], found["verified"]) == (0, 0)
+    assert found["fallbacks"] == found["told"] == {"verification": 2}
+    (warning,) = found["warnings"]
+    assert warning.startswith("while serving, bucket 4 with 3 rows: output 'hidden_states' differs")
+
+
 # -- what is told --------------------------------------------------------------------------------
 
 

@@ -221,6 +221,27 @@ def test_every_second_replay_is_verified_where_that_was_asked_for(facts: Facts):
     assert (found["replays"], found["verified"]) == (6, 3)
 
 
+def test_a_wrong_replay_gets_the_eager_result_and_its_bucket_runs_eagerly(facts: Facts):
+    found = facts["a wrong replay"]
+    # The first one is not checked: that is what one in two means.
+    assert [step["equal"] for step in found["steps"]] == [False, True, True, True]
+    assert found["by_bucket"]["4"] == 1
+    assert found["replays"] == 2
+    assert found["fallbacks"] == found["told"] == {"verification": 2}
+    assert list(found["failures"]) == ["4"]
+    (warning,) = found["warnings"]
+    assert warning.startswith("while serving, bucket 4 with 3 rows: output 'hidden_states' differs")
+
+
+def test_replays_of_a_recurrent_state_are_not_checked_and_that_is_said(facts: Facts):
+    found = facts["a recurrent state"]
+    assert all_equal(found["steps"])
+    assert found["model runs beside the test's own"] == 0
+    assert (found["replays"], found["verified"]) == (3, 0)
+    (warning,) = [text for text in found["warnings"] if "GRAPHCAP_VERIFY" in text]
+    assert warning.startswith("GRAPHCAP_VERIFY=1 checks no replay of this engine: its model has a")
+
+
 def test_outside_of_a_forward_context_the_model_runs_as_it_is(facts: Facts):
     found = facts["no context"]
     assert found["equal"]

@@ -108,3 +108,13 @@ def test_estimate_of_memory_is_vllms_and_the_capture_after_it_is_not(facts: Fact
 
 def test_engine_that_is_not_taken_captures_by_itself(facts: Facts):
     assert facts["not taken"] == {"vLLM captured": [{"FULL": 2}], "held": False}
+
+
+def test_a_wrong_replay_gets_the_eager_result_and_its_bucket_runs_eagerly(facts: Facts):
+    found = facts["a wrong replay"]
+    # The first one is not checked: that is what one in two means.
+    assert [step["equal"] for step in found["steps"]] == [False, True, True, True]
+    assert found["by_bucket"]["4"] == 1
+    assert found["fallbacks"] == found["told"] == {"verification": 2}
+    (warning,) = found["warnings"]
+    assert warning.startswith("while serving, bucket 4 with 3 rows: output 'hidden_states' differs")

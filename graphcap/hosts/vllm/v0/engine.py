@@ -7,7 +7,7 @@ batch as it is. The manager pads it, so that vLLM prepares no padding.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from vllm.forward_context import set_forward_context
 from graphcap.buckets import BucketLadder
 from graphcap.errors import BackendError, InputError, StaleRecordingError, anchor_in
 from graphcap.explain import warn
+from graphcap.hosts.vllm.cache_places import cache_places
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.engine import DECODE, HIDDEN
 from graphcap.hosts.vllm.ranks import agreed, common_recorder, no_vote_on_error
@@ -32,6 +33,7 @@ from graphcap.pool import BufferPool
 from graphcap.reachable import Watched, module_tensors, watch
 from graphcap.recorders.base import garbage_collection_held
 from graphcap.settings import Settings
+from graphcap.written import Place
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ class DecodeEngine:
         self.experts = FusedExperts(self.pool, settings, device, most)
         self._model = runner.model
         self._caches = kv_caches
+        self._cache_blocks = int(runner.cache_config.num_gpu_blocks or 0)
+        self._block_size = int(runner.block_size)
         self._longest = int(runner.max_seq_len_to_capture)
         self._several_ranks = runner.parallel_config.tensor_parallel_size > 1
         self._recorder = common_recorder(settings.recorder, device)
@@ -88,6 +92,8 @@ class DecodeEngine:
             ),
             recorder=self._recorder,
             watched=self._watched,
+            written=self._written,
+            agree=agreed if self._several_ranks else None,
         )
 
     @property
@@ -116,6 +122,8 @@ class DecodeEngine:
                 for size in sizes:
                     if self.failed is None:
                         self._record(size)
+            if self.failed is None:
+                self._check_pointers()
             if self.settings.verify != "off":
                 for size in sizes:
                     if self.failed is None:
@@ -130,6 +138,12 @@ class DecodeEngine:
             made = self.manager.record(size)
         self._recorder.watched = self._recorder.watched and not made  # one watched graph is enough
         self._hear_others(size, made)
+
+    def _check_pointers(self) -> None:
+        """A recording that points at freed memory on one rank ends recording on all of them."""
+        with no_vote_on_error():
+            lost = self.manager.check_pointers()
+        self._hear_others(lost[0] if lost else self.most, not lost)
 
     def _verify(self, size: int) -> None:
         if not self._is_recorded(size):
@@ -218,6 +232,10 @@ class DecodeEngine:
             ),
         ]
 
+    def _written(self, slots: Mapping[str, torch.Tensor]) -> list[Place]:
+        caches = ((f"the cache of layer {i}", cache) for i, cache in enumerate(self._caches))
+        return cache_places(caches, slots, self._cache_blocks, self._block_size)
+
     # -- serving ---------------------------------------------------------------------------------
 
     def admits(self, sequences: int, longest: int) -> bool:
@@ -276,7 +294,11 @@ class DecodeEngine:
             except InputError as error:  # a build of vLLM with other dtypes: nothing was launched
                 self.fall_back(rows, "other_inputs", str(error))
             else:
-                self.reporter.replayed(DECODE, size, rows)
+                if self.manager.serves(size):
+                    self.reporter.replayed(DECODE, size, rows)
+                else:  # given up by this very step, which ran eagerly; the manager has counted it
+                    reason = self.manager.reason_of(size) or "verification"
+                    self.reporter.fell_back(reason, rows)
                 return outputs[HIDDEN]
         return self._model(
             input_ids=input_ids,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from graphcap.drawing import Example
 from graphcap.inputs import PadPolicy, Slot, StaticInputs
-from graphcap.verify import Example
 
 PAD_SLOT = -1
 """vLLM's PAD_SLOT_ID: a row with this cache slot is written nowhere."""

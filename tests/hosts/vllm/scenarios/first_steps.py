@@ -201,6 +201,42 @@ def verify_every_second() -> dict[str, Any]:
     return {"steps": [runner.step([1] * 3) for _ in range(6)], **stats(runner.model.engine)}
 
 
+def wrong_replay() -> dict[str, Any]:
+    """The second replay is wrong and is found; the step's cache slots are written twice."""
+    runner = make_runner(variables={"verify": "2"})
+    capture(runner)
+    engine = runner.model.engine
+    recording = engine.managers["decode"].recording(4)
+    recording._entries, recording._stream = recording._entries[:-1], None
+    with log_records() as records:
+        steps = [runner.step([1] * 3, seed=seed) for seed in range(2)]
+        steps += [runner.step([1] * rows, seed=rows) for rows in (4, 2)]
+    return {
+        "steps": steps,
+        "warnings": warnings_in(records),
+        "told": dict(engine.reporter.fallbacks),
+        **stats(engine),
+    }
+
+
+def recurrent_state() -> dict[str, Any]:
+    """A model whose state would advance twice is not checked, and that is said."""
+    from vllm.config import ModelConfig
+
+    ModelConfig.is_hybrid = property(lambda self: True)
+    runner = make_runner(variables={"verify": "1"})
+    with log_records() as records:
+        capture(runner)
+    calls = len(runner.toy.calls)
+    steps = [runner.step([1] * 3, seed=seed) for seed in range(3)]
+    return {
+        "steps": steps,
+        "model runs beside the test's own": len(runner.toy.calls) - calls - len(steps),
+        "warnings": warnings_in(records),
+        **stats(runner.model.engine),
+    }
+
+
 def closed(how: str) -> dict[str, Any]:
     """After the graphs are given back."""
     runner = make_runner()
@@ -322,6 +358,8 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "eager steps, tape asked for": partial(eager_steps, {"recorder": "tape"}),
     "strict": strict,
     "verify every second": verify_every_second,
+    "a wrong replay": wrong_replay,
+    "a recurrent state": recurrent_state,
     **{how: partial(closed, how) for how in ("clear_graphs", "clear_all_graphs", "shutdown")},
     "no context": no_context,
     "not taken": not_taken,

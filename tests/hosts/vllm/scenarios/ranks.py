@@ -62,6 +62,11 @@ def real_ranks() -> list[dict[str, Any]]:
     return in_two_processes("store", _as_rank)
 
 
+def a_rank_with_a_dangling_pointer() -> list[dict[str, Any]]:
+    """Two processes that vote over gloo; on rank 1 bucket 4 points at freed memory."""
+    return in_two_processes("dangling", partial(_as_rank, dangles=True))
+
+
 def in_two_processes(name: str, as_rank: Callable[[int, Path], Any]) -> list[Any]:
     """What each of two processes finds; they meet in a file of that name."""
     store = Path(os.environ[FOLDER_VARIABLE]) / name
@@ -77,9 +82,11 @@ def in_two_processes(name: str, as_rank: Callable[[int, Path], Any]) -> list[Any
     return [json.loads(pipe.read()) for pipe in pipes]
 
 
-def _as_rank(rank: int, store: Path) -> dict[str, Any]:
+def _as_rank(rank: int, store: Path, dangles: bool = False) -> dict[str, Any]:
     toy = Toy()
-    toy.fails_at = {4: 2} if rank == 1 else {}
+    toy.fails_at = {4: 2} if rank == 1 and not dangles else {}
+    if rank == 1 and dangles:
+        _let_bucket_4_dangle()
     runner = make_runner(toy)
     _meet(rank, store)
     with log_records() as records:
@@ -87,6 +94,14 @@ def _as_rank(rank: int, store: Path) -> dict[str, Any]:
     steps = [runner.step([1] * n, seed=n) for n in (1, 4, 12)]
     found = stats(runner.model.engine)
     return {"steps": steps, "warnings": warnings_in(records), **found}
+
+
+def _let_bucket_4_dangle() -> None:
+    from graphcap.errors import DanglingPointerError
+    from graphcap.recorders.tape import TapeRecorder
+
+    fault = DanglingPointerError("node 7 (kernel k), argument 0")
+    TapeRecorder.dangling = lambda self, recordings: {4: fault} if 4 in recordings else {}  # type: ignore[method-assign]
 
 
 def _meet(rank: int, store: Path) -> None:
@@ -135,5 +150,6 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "this rank fails": partial(two_ranks, True, fails=True),
     "this rank fails strictly": this_rank_fails_strictly,
     "real ranks": real_ranks,
+    "a rank with a dangling pointer": a_rank_with_a_dangling_pointer,
     "recorders": recorders,
 }

@@ -218,6 +218,23 @@ def not_taken() -> dict[str, Any]:
     return {"vLLM captured": seen, "held": hasattr(engine.manager, "graphcap_model")}
 
 
+def wrong_replay() -> dict[str, Any]:
+    """The second replay is wrong and is found."""
+    engine = make_engine(variables={"verify": "2"})
+    engine.capture()
+    recording = engine.graphcap.managers["decode"].recording(4)
+    recording._entries, recording._stream = recording._entries[:-1], None
+    with log_records() as records:
+        steps = [engine.step([1] * rows, seed=seed) for seed, rows in enumerate((3, 3, 4, 2))]
+    told = dict(engine.graphcap.reporter.fallbacks)
+    return {
+        "steps": steps,
+        "warnings": warnings_in(records),
+        "told": told,
+        **stats(engine.graphcap),
+    }
+
+
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "every batch": every_batch,
     "a warm-up fails": partial(one_bucket_fails, 1),
@@ -230,4 +247,5 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "estimate": partial(estimate, True),
     "estimate without graphs": partial(estimate, False),
     "not taken": not_taken,
+    "a wrong replay": wrong_replay,
 }

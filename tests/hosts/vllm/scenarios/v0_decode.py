@@ -222,6 +222,23 @@ def report() -> Facts:
     }
 
 
+def wrong_replay() -> Facts:
+    """A recording that leaves out one operation: the step gets the eager result."""
+    worker, engine, _ = begun([5], variables={"verify": "1"}, dtype="float16")
+    groups = after_prefill(worker, [5, 9, 12], seed=3).groups(False)
+    eager = eagerly(worker, groups)
+    recording = engine.manager.recording(4)
+    recording._entries, recording._stream = recording._entries[:-1], None
+    with log_records() as records:
+        steps = [step(worker, groups) for _ in range(2)]
+    return {
+        "tokens": [found["tokens"] == eager["tokens"] for found in steps],
+        "told": dict(engine.reporter.fallbacks),
+        "warnings": [r["text"] for r in from_graphcap(records) if r["level"] == "WARNING"],
+        **stats(engine),
+    }
+
+
 SCENARIOS: dict[str, Callable[[], Any]] = {
     "every batch size": every_batch_size,
     "every batch size, checked": partial(every_batch_size, verify="1"),
@@ -234,4 +251,5 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "enforce_eager, tape": partial(enforce_eager, recorder="tape"),
     "prefill": prefill_is_vllms,
     "report": report,
+    "a wrong replay": wrong_replay,
 }
