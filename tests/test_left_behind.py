@@ -131,6 +131,8 @@ CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `
 UNSUPPORTED = RuntimeError("CUDA error: operation not permitted when stream is capturing")
 WRAPPED = ValueError("the layer failed")
 WRAPPED.__cause__ = UNSUPPORTED
+CIRCLE = ValueError("raised from itself")
+CIRCLE.__cause__ = CIRCLE
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,7 @@ WRAPPED.__cause__ = UNSUPPORTED
         (CUBLAS, None, False),
         (UNSUPPORTED, True, False),
         (WRAPPED, True, False),
+        (CIRCLE, True, True),
     ],
 )
 def test_a_capture_that_the_driver_gave_up_is_told_from_a_step_that_fails(

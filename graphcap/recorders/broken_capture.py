@@ -58,6 +58,8 @@ def explained(
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """`error` and what it was raised from. Not what was merely being handled: an earlier capture's."""
     at: BaseException | None = error
-    while at is not None:
+    seen: list[BaseException] = []
+    while at is not None and at not in seen:  # `raise error from error` is a circle
+        seen.append(at)
         yield at
         at = at.__cause__

@@ -369,12 +369,10 @@ class CudaRecorder(Recorder):
     def _invalidated(self) -> bool | None:
         """Whether the driver has given up the capture in progress; None: there is none, or it cannot be
         asked."""
+        if self._reader is None:
+            return None
         try:
-            return (
-                None
-                if self._reader is None
-                else self._reader.is_invalidated(self._stream.cuda_stream)
-            )
+            return self._reader.is_invalidated(self._stream.cuda_stream)
         except (BackendError, AttributeError, RuntimeError) as error:  # older bindings or driver
             logger.debug("the status of the capture is not known: %s", error)
             return None
