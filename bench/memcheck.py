@@ -119,7 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     options.logs.mkdir(parents=True, exist_ok=True)
+    # Results are held against eager ones; growth is the soak's question, at a length that answers it.
     loop = ["--replays", str(options.replays), "--legs", "2", "--sample", "0.02"]
+    loop += ["--growth", "tell"]
     loop += ["--shape", options.shape, "--layers", str(options.layers)]
     codes = [
         check(sanitizer, way, options.logs, loop)

@@ -126,6 +126,38 @@ def test_a_broken_capture_is_explained_by_its_kind(error: Exception, said: str) 
     assert str(error) in text
 
 
+ELSEWHERE = "keep other threads from waiting for the device"
+CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`")
+UNSUPPORTED = RuntimeError("CUDA error: operation not permitted when stream is capturing")
+WRAPPED = ValueError("the layer failed")
+WRAPPED.__cause__ = UNSUPPORTED
+CIRCLE = ValueError("raised from itself")
+CIRCLE.__cause__ = CIRCLE
+
+
+@pytest.mark.parametrize(
+    ("error", "invalidated", "elsewhere"),
+    [
+        (CUBLAS, True, True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), True, True),
+        (ValueError("a library's own words"), True, True),
+        (CUBLAS, False, False),
+        (CUBLAS, None, False),
+        (UNSUPPORTED, True, False),
+        (WRAPPED, True, False),
+        (CIRCLE, True, True),
+    ],
+)
+def test_a_capture_that_the_driver_gave_up_is_told_from_a_step_that_fails(
+    error: Exception, invalidated: bool | None, elsewhere: bool
+) -> None:
+    text = str(explained(error, 8, "step.py:3 (layer)", invalidated))
+    assert str(error) in text
+    assert (ELSEWHERE in text) is elsewhere
+    assert ("before or at step.py:3" in text) is elsewhere
+    assert "remove what synchronises or allocates outside torch there" in text.replace("\n", " ")
+
+
 # -- the pool ------------------------------------------------------------------------------------
 
 

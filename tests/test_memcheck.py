@@ -8,6 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from test_soak import soak
+
+from graphcap.errors import VerificationError
 
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
 INVALID = """========= COMPUTE-SANITIZER
@@ -103,6 +107,52 @@ def test_it_runs_both_ways_and_leaves_api_errors_out(sanitizer, tmp_path, monkey
         assert f"--recorder {recorder}" in text
         assert "--replays 7" in text
         assert "--layers 2" in text
+
+
+def grows(monkeypatch: pytest.MonkeyPatch, wrong: bool = False) -> None:
+    """The loop's steps keep a tensor each, as kernels do that are loaded late."""
+    original, kept = soak.Soak._step, []
+
+    def step(self) -> None:
+        kept.append(torch.ones(1))
+        original(self)
+
+    monkeypatch.setattr(soak.Soak, "_step", step)
+    if wrong:
+
+        def differs(*_):
+            raise VerificationError("by design")
+
+        monkeypatch.setattr(soak, "compare", differs)
+
+
+def loop_of(seen: Path) -> list[str]:
+    """What the loop under memcheck is given, shorter."""
+    arguments, _ = eval(seen.read_text().splitlines()[1])
+    given = arguments[arguments.index(str(memcheck.SOAK)) + 1 :]
+    return [*given, "--max-batch", "2", "--sample", "0.5"]
+
+
+def test_memory_that_grows_in_so_short_a_loop_is_told_and_not_judged(
+    sanitizer, tmp_path, monkeypatch, capsys
+):
+    seen = sanitizer(CLEAN)
+    assert memcheck.main(["--logs", str(tmp_path), "--replays", "10"]) == 0
+    given = loop_of(seen)
+    grows(monkeypatch)
+    assert soak.main(given) == 0
+    said = capsys.readouterr().out
+    assert "more than after the first leg: {'tensors': " in said
+    assert "'tensors': 0" not in said
+    assert soak.main([*given, "--growth", "judge"]) == 1
+
+
+def test_a_result_that_differs_ends_the_loop_under_memcheck_too(sanitizer, tmp_path, monkeypatch):
+    seen = sanitizer(CLEAN)
+    assert memcheck.main(["--logs", str(tmp_path), "--replays", "10"]) == 0
+    grows(monkeypatch, wrong=True)
+    with pytest.raises(VerificationError):
+        soak.main(loop_of(seen))
 
 
 def test_without_compute_sanitizer_it_says_where_it_looked(monkeypatch, tmp_path, capsys):

@@ -23,7 +23,7 @@ from graphcap.recorders.base import (
     autocast_casts_not_kept,
     garbage_collection_held,
 )
-from graphcap.recorders.broken_capture import explained
+from graphcap.recorders.broken_capture import explained, says_invalidated
 from graphcap.recorders.capture_trace import CaptureTrace
 from graphcap.recorders.graph_nodes import GraphReader
 from graphcap.recorders.loop import GraphLoop, LoopDriver
@@ -174,15 +174,18 @@ class CudaRecorder(Recorder):
                         graph.register_generator_state(generator)
                 outputs, pinned, census = self._capture(graph, step, kept, addresses)
             except BaseException as error:
+                invalidated = self._invalidated()  # before the capture is ended
                 line = raising_line(error.__traceback__)
                 let_go(error, handled)  # and with it what the step had allocated
                 if self._shared:  # no segment is given back in the middle of a capture
                     grown = torch.cuda.memory_reserved(self.device) - reserved
                     self.stranded += max(0, grown)
-                self._recover(graph)
+                ended = self._recover(graph)
                 if isinstance(error, CaptureError) or not isinstance(error, Exception):
                     raise
-                raise explained(error, bucket, line) from error
+                if invalidated is None and ended is not None:
+                    invalidated = says_invalidated(ended)
+                raise explained(error, bucket, line, invalidated) from error
             torch.cuda.synchronize(self.device)
             free_after, _ = torch.cuda.mem_get_info(self.device)
         nbytes = max(0, free_before - free_after)
@@ -276,8 +279,24 @@ class CudaRecorder(Recorder):
                 graph.instantiate()  # torch puts it off to the first replay
         return outputs, tuple(trace.pinned.values()), census
 
-    def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a broken capture and bring allocator and random generators back to normal."""
+    def _invalidated(self) -> bool | None:
+        """Whether the driver has given up the capture in progress; None: there is none, or it cannot be
+        asked."""
+        if self._reader is None:
+            return None
+        try:
+            return self._reader.is_invalidated(self._stream.cuda_stream)
+        except (BackendError, AttributeError, RuntimeError) as error:  # older bindings or driver
+            logger.debug("the status of the capture is not known: %s", error)
+            return None
+
+    def _recover(self, graph: torch.cuda.CUDAGraph) -> RuntimeError | None:
+        """End a broken capture and bring allocator and random generators back to normal.
+
+        Returns:
+            What the driver said to the end of the capture, where it had given it up.
+        """
+        refused: RuntimeError | None = None
         with torch.cuda.stream(self._stream):
             try:
                 graph.capture_end()
@@ -285,6 +304,7 @@ class CudaRecorder(Recorder):
                 # The driver had given the capture up. torch then leaves the allocator recording to
                 # the graph's pool, for good: later recordings get another pool.
                 logger.debug("ending the broken capture: %s", error)
+                refused = error.with_traceback(None)
                 give_up(graph, self._pool, self.device)
                 self._split |= self._shared
                 self._new_pool()
@@ -304,6 +324,7 @@ class CudaRecorder(Recorder):
                 f"{self.device} captures no more after a broken capture: {probe.detail}"
             )
         torch.cuda.empty_cache()
+        return refused
 
     def reclaim(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -42,6 +42,14 @@ class GraphReader:
             raise BackendError(f"the stream is not capturing: {status}")
         return graph
 
+    def is_invalidated(self, stream: int) -> bool | None:
+        """Whether the driver has given up what `stream` is capturing; None: it is not capturing."""
+        status = self._ask("cuStreamIsCapturing", self.driver.CUstream(stream))
+        known = self.driver.CUstreamCaptureStatus
+        if status == known.CU_STREAM_CAPTURE_STATUS_NONE:
+            return None
+        return bool(status == known.CU_STREAM_CAPTURE_STATUS_INVALIDATED)
+
     def count(self, graph: Any) -> int:
         _, number = self._ask("cuGraphGetNodes", graph, 0)
         return int(number)

@@ -157,8 +157,11 @@ def test_the_pointers_of_kernels_copies_and_memsets_are_those_that_were_passed(d
 
 def test_pinned_host_memory_is_alive_by_the_drivers_word(device, recorder, xy):
     host = torch.randn(N, pin_memory=True)
-    report = clean(recorded(recorder, lambda: {"y": xy[1].copy_(host, non_blocking=True)}).pointers)
-    assert report.owners == {"host": 1, "named": 1}
+    for watched, owner in ((False, "host"), (True, "kept by the recording")):
+        recorder.watched = watched  # then the recording keeps what operations of torch read
+        recording = recorded(recorder, lambda: {"y": xy[1].copy_(host, non_blocking=True)})
+        assert clean(recording.pointers).owners == {owner: 1, "named": 1}
+        recording.close()
 
 
 # -- what passes -------------------------------------------------------------------------------------
@@ -300,17 +303,35 @@ def test_the_same_tensor_kept_alive_passes_and_is_counted_as_unnamed(device, rec
 def test_a_tensor_that_is_freed_between_recording_and_replay(device, recorder, xy):
     x, y = xy
     made, _kept = tables(device)
-    # Not its first byte, which may be where the tensor before it ends.
-    recording = recorded(recorder, lambda: add_table(x, made[0][8:], y) or {"y": y})
-    clean(recording.pointers)
-    address = made.pop().data_ptr() + 32
+    # Not its first byte, which may be where the tensor before it ends. The view is made here: a step that
+    # made it would have its tensor kept, see below.
+    views = [made.pop()[8:]]
+    recording = recorded(recorder, lambda: add_table(x[8:], views[0], y[8:]) or {"y": y})
+    assert clean(recording.pointers).owners["unnamed"] == 1
+    address = views.pop().data_ptr()
     gc.collect()
     (error,) = recorder.dangling({N: recording}).values()
-    assert f"argument 1: expected the address of live memory, found {address:#x}, 32 bytes" in str(
-        error
-    )
+    assert f"argument 1: expected the address of live memory, found {address:#x}, " in str(error)
+    assert " bytes into a free block of " in str(error)
     assert "it was in use when the recording was made" in str(error)
     assert not recorder.dangling({N: recording}), "it was the last look"
+    recording.close()
+
+
+def test_a_tensor_of_which_the_step_takes_a_view_is_kept_by_the_recording(device, recorder, xy):
+    x, y = xy
+    made, _kept = tables(device)
+    made[0].fill_(3)
+    recording = recorded(recorder, lambda: add_table(x[8:], made[0][8:], y[8:]) or {"y": y})
+    assert clean(recording.pointers).owners["kept by the recording"] == 1
+    made.clear()
+    gc.collect()
+    junk = [torch.full((N,), float("nan"), device=device) for _ in range(50)]
+    assert not recorder.dangling({N: recording})
+    y.fill_(float("nan"))
+    recording.replay()
+    assert torch.equal(y[8:], x[8:] + 3)
+    del junk
     recording.close()
 
 
