@@ -14,24 +14,24 @@ import torch
 LONGEST = (
     "hosts/vllm/test_cpu_engine.py",
     "hosts/vllm/test_environments.py",
-    "cli/test_doctor_vllm.py",
     "hosts/vllm/test_wheel_first_runner.py",  # gathers for all modules of its kind: see gathered.py
-    "hosts/vllm/test_wheel_063_decode.py",  # the same
+    "cli/test_doctor_vllm.py",
     "moe/test_triton_pairs.py",
+    "hosts/vllm/test_wheel_063_decode.py",  # as test_wheel_first_runner.py
     "decode/test_parity_hybrid.py",
-    "decode/test_ixformer_parity.py",
+    "test_lint_agrees.py",
     "decode/test_parity.py",
     "moe/test_triton_compiles.py",
-    "cli/test_decode_command.py",
-    "cli/test_top_command.py",
-    "docs/test_prometheus.py",
-    "decode/test_ixformer_step.py",
-    "decode/test_many_tokens.py",
-    "cli/test_lint_command.py",
-    "docs/test_pages.py",
+    "decode/test_ixformer_parity.py",
+    "moe/test_triton_kernels.py",
+    "test_manager.py",
     "cli/report_page/test_browser.py",
-    "hosts/vllm/test_ahead.py",
-    "hosts/vllm/test_reporting.py",
+    "cli/test_decode_command.py",
+    "docs/test_prometheus.py",
+    "cli/test_top_command.py",
+    "cli/report_page/test_hostile.py",
+    "cli/report_page/test_page.py",
+    "decode/test_ixformer_step.py",
 )
 """Files of ten seconds and more, the longest first; the others follow as collected. `--durations=50`
 shows when this has become wrong, which costs time and nothing else."""

@@ -45,7 +45,8 @@ def test_processes_of_auto(
 PYTEST = """
 import sys, pytest, torch
 torch.cuda.is_available = lambda: sys.argv[1] == "gpu"
-sys.exit(pytest.main(["-n", "auto", "--dist", "loadfile", "-p", "no:cacheprovider", sys.argv[2]]))
+options = ["-n", "auto", "--maxprocesses", "1", "--dist", "loadfile", "-p", "no:cacheprovider"]
+sys.exit(pytest.main([*options, sys.argv[2]]))
 """
 
 

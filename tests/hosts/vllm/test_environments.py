@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import re
 import subprocess
@@ -67,35 +68,38 @@ report({
 """
 
 CONFIGURATION = """
-import sys
+import json, sys
 from environments import report
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 current_platform.import_ir_kernels()  # as in a worker: the hash of an uncompiled model wants them
 
-def configuration(**changes):
+def configuration(model, **changes):
     # eight sequences of up to 256 tokens
     arguments = EngineArgs(
-        model=sys.argv[1], skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8, **changes
+        model=model, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8, **changes
     )
     return arguments.create_engine_config()
 
-stock = configuration()
-report({
-    "platform": [current_platform.is_cuda(), current_platform.get_device_name()],
-    "architecture": stock.model_config.architecture,
-    "mode": stock.compilation_config.mode,
-    "cudagraph_mode": stock.compilation_config.cudagraph_mode.name,
-    "sizes": stock.compilation_config.cudagraph_capture_sizes,
-    "worker": stock.parallel_config.worker_cls,
-    "v2": stock.use_v2_model_runner,
-    "hashes": [
-        stock.compute_hash(),
-        configuration().compute_hash(),
-        configuration(compilation_config={"mode": 0}).compute_hash(),
-    ],
-})
+found = {}
+for kind, model in json.loads(sys.argv[1]).items():
+    stock = configuration(model)
+    found[kind] = {
+        "platform": [current_platform.is_cuda(), current_platform.get_device_name()],
+        "architecture": stock.model_config.architecture,
+        "mode": stock.compilation_config.mode,
+        "cudagraph_mode": stock.compilation_config.cudagraph_mode.name,
+        "sizes": stock.compilation_config.cudagraph_capture_sizes,
+        "worker": stock.parallel_config.worker_cls,
+        "v2": stock.use_v2_model_runner,
+        "hashes": [
+            stock.compute_hash(),
+            configuration(model).compute_hash(),
+            configuration(model, compilation_config={"mode": 0}).compute_hash(),
+        ],
+    }
+report(found)
 """
 
 GENERATION = """
@@ -152,21 +156,25 @@ def test_a_wheel_finds_the_plugins_of_this_checkout(wheel: tuple[str, Path]) -> 
     assert declared_plugins().items() <= found["plugins"].items()
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next"])
 def test_a_wheel_configures_itself_for_a_pretended_h200(
-    wheel: tuple[str, Path], kind: str, tmp_path: Path
+    wheel: tuple[str, Path], tmp_path: Path
 ) -> None:
     version, python = wheel
-    found = run_script(python, CONFIGURATION, str(write_config(tmp_path, kind)), env=PRETEND_H200)
-    assert found["platform"] == [True, "NVIDIA H200"]
-    assert found["architecture"] == KINDS[kind][1]
-    assert found["mode"] == 3  # compiled
-    assert found["cudagraph_mode"] == "FULL_AND_PIECEWISE"
-    assert found["sizes"] == [1, 2, 4, 8, 16]
-    assert found["worker"] == "vllm.v1.worker.gpu_worker.Worker"
-    assert found["v2"] == (version == "0.33.0")
-    same, again, other = found["hashes"]
-    assert same == again != other
+    models = {
+        kind: str(write_config(tmp_path / kind, kind)) for kind in ("qwen3_moe", "qwen3_next")
+    }
+    configured = run_script(python, CONFIGURATION, json.dumps(models), env=PRETEND_H200)
+    assert configured.keys() == models.keys()
+    for kind, found in configured.items():
+        assert found["platform"] == [True, "NVIDIA H200"]
+        assert found["architecture"] == KINDS[kind][1]
+        assert found["mode"] == 3  # compiled
+        assert found["cudagraph_mode"] == "FULL_AND_PIECEWISE"
+        assert found["sizes"] == [1, 2, 4, 8, 16]
+        assert found["worker"] == "vllm.v1.worker.gpu_worker.Worker"
+        assert found["v2"] == (version == "0.33.0")
+        same, again, other = found["hashes"]
+        assert same == again != other
 
 
 def test_the_cpu_engine_decodes_as_transformers_does(cpu_engine: Path, tmp_path: Path) -> None:
