@@ -65,13 +65,12 @@ class PlainStep:
             for index in range(shape.num_layers)
         ]
 
-    def state(self) -> list[torch.Tensor]:
-        """What a step changes, each always at the same address."""
-        return [
-            self.token_ids,
-            self.positions,
-            *(tensor for layer in self.layers for tensor in layer.state),
-        ]
+    def own(self) -> list[torch.Tensor]:
+        """Every tensor that it has besides the weights, each always at the same address."""
+        tensors = [tensor for layer in self.layers for tensor in layer.state]
+        for part in (self, *self.layers):
+            tensors += [each for each in vars(part).values() if isinstance(each, torch.Tensor)]
+        return tensors
 
     def __call__(self) -> torch.Tensor:
         """One step: logits (rows, V)."""
@@ -226,9 +225,7 @@ class PlainLayer:
         return out, ids
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x @ weight.T + bias in the dtype of `x`."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 

@@ -62,7 +62,9 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batches", default="1,2,4,8,16,32,64")
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--long", type=int, default=4096, help="one more context at batch 1; 0: none")
+    parser.add_argument(
+        "--long", type=int, default=4096, help="one more context at batch 1; 0: none"
+    )
     parser.add_argument(
         "--schedules", default="plain", help="of graphcap; the first is the chosen one"
     )
@@ -73,7 +75,9 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile-batches", default="1,8", help="empty: none")
     parser.add_argument("--compile-units", default="step,layer", help="the first that works")
     parser.add_argument("--compile-seconds", type=float, default=150, help="at most, for each")
-    parser.add_argument("--seconds", type=float, default=560, help="start nothing new after so long")
+    parser.add_argument(
+        "--seconds", type=float, default=560, help="start nothing new after so long"
+    )
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(arguments)
@@ -113,6 +117,7 @@ class Run:
             "schedules": self.schedules,
             "read_tb_s": self.read_tb_s,
             "machine": machine(options.commit),
+            "capture": [],
             "rows": [],
             "many": [],
             "left_out": [],
@@ -162,6 +167,17 @@ class Run:
         decoder.cache.fill_random(1)
         for bucket, why in report.failures.items():
             self.left_out(f"graphcap {schedule}, bucket {bucket}: {why}")
+        self.result["capture"].append(
+            {
+                "schedule": schedule,
+                "context": context,
+                "tokens_per_launch": at_once,
+                "buckets": [bucket.size for bucket in report.buckets],
+                "seconds": report.seconds,
+                "pool_mib": report.pool_bytes / 2**20,
+                "pool_lower_bound_mib": report.pool_lower_bound_bytes / 2**20,
+            }
+        )
         self.say(f"captured {schedule}, context {context}: {report.seconds:.1f} s")
         return decoder
 
@@ -223,11 +239,12 @@ class Run:
 
     def columns(self, way: Way, times: Sequence[float], row: Row) -> Row:
         ms = statistics.median(times)
-        host = None
+        queued = idle = None
         if self.cuda:
             way.start()
             slow = way.timed < 5
-            host = host_times(way.step, self.device, 2 if slow else 5, 4 if slow else 8).queued
+            host = host_times(way.step, self.device, 2 if slow else 5, 4 if slow else 8)
+            queued, idle = host.queued, host.idle
         return {
             "ms": ms,
             "low_ms": min(times),
@@ -236,7 +253,8 @@ class Run:
             "tokens_per_s": row["batch"] / ms * 1e3,
             "tb_s": row["read"]["weights"] / ms / 1e9 + row["read"]["cache"] / ms / 1e9,
             "of_floor": row["floor_ms"] / ms,
-            "host_us": host,
+            "host_us": queued,
+            "host_us_after_idle": idle,
             "operations": None,
             "launches": None,
             "allocations": None,
@@ -298,7 +316,9 @@ class Run:
             way.facts["experts"] = used
             beside = self.ways[row["batch"], self.context][-1]
             found = self.measured([way, beside], row)
-            row["ways"][way.name] = found[way.name] | {"graphcap_beside_ms": found[beside.name]["ms"]}
+            row["ways"][way.name] = found[way.name] | {
+                "graphcap_beside_ms": found[beside.name]["ms"]
+            }
             self.ways[row["batch"], self.context].append(way)
             self.show(row)
             self.save()
@@ -327,7 +347,9 @@ class Run:
         )
         for name, way in row["ways"].items():
             host = "-" if way["host_us"] is None else f"{way['host_us']:.1f}"
-            facts = {key: way[key] for key in ("experts", "schedule", "unit", "nodes") if key in way}
+            facts = {
+                key: way[key] for key in ("experts", "schedule", "unit", "nodes") if key in way
+            }
             print(
                 f"    {name:15} {way['ms']:9.3f} ms {way['tokens_per_s']:9.1f} tokens/s "
                 f"{way['tb_s']:6.3f} TB/s {way['of_floor']:6.1%} of the floor, host {host} us, "

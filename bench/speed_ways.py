@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -200,7 +201,7 @@ def compiled_way(plain: PlainStep, load: Load, unit: str, seconds: float) -> Way
     cuda = plain.token_ids.is_cuda
     dynamo.reset()
     # Otherwise weights and caches would be copied into the graph's own buffers for every token.
-    for tensor in (*plain.state(), *(tensor for _, tensor in plain.weights.named_tensors())):
+    for tensor in (*plain.own(), *(tensor for _, tensor in plain.weights.named_tensors())):
         dynamo.mark_static_address(tensor, guard=False)
     options: dict[str, Any] = {"mode": "reduce-overhead"} if cuda else {"backend": "eager"}
     compiled = torch.compile(
@@ -260,9 +261,7 @@ class _Compiled:
         return self.compiled(self.layer, *args)
 
 
-def in_turn(
-    ways: Sequence[Way], device: torch.device, turns: int
-) -> Mapping[str, list[float]]:
+def in_turn(ways: Sequence[Way], device: torch.device, turns: int) -> Mapping[str, list[float]]:
     """Milliseconds of single tokens by way, the ways by turns, so that all share the card's pace."""
     times: dict[str, list[float]] = {way.name: [] for way in ways}
     for _ in range(turns):
@@ -278,14 +277,14 @@ def _turn(way: Way, device: torch.device) -> list[float]:
         for _ in range(way.timed):
             way.step()
             marks.append(time.perf_counter())
-        return [(b - a) * 1e3 for a, b in zip(marks, marks[1:], strict=False)]
+        return [(b - a) * 1e3 for a, b in pairwise(marks)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(way.timed + 1)]
     events[0].record()
     for event in events[1:]:
         way.step()
         event.record()
     events[-1].synchronize()
-    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
 
 
 def read_bandwidth(device: torch.device, nbytes: int = 1 << 32) -> float:
