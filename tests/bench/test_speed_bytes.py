@@ -81,7 +81,7 @@ def test_routing_of_half_a_step_is_refused():
 
 def test_a_run_counts_the_experts_that_its_own_tokens_choose():
     """What bench/speed.py sees of the routing is what graphcap's kernels choose for the tokens timed."""
-    words = "--shape tiny --device cpu --batches 8 --context 20 --turns 1"
+    words = "--shape tiny --device cpu --batches 8 --context 20"
     with torch.no_grad():
         run = speed.Run(speed.options_of(words.split()))
         run.row({"plain": run.decoder("plain", [8], 20)}, 8, 20)
