@@ -53,15 +53,16 @@ def speed_table(result: Result, name: str, vllm: Mapping[int, float], picture: s
 
 def _introduction(result: Result, name: str) -> str:
     machine = result["machine"]
-    timed = min(row["ways"]["graphcap"]["timed"] for row in result["rows"])
+    timed = {name: way["timed"] for row in result["rows"] for name, way in row["ways"].items()}
+    eager = timed.pop("eager")
     return (
         f"Shape `{result['shape']}`, {result['layers']} layers, {result['dtype']}, "
         f"{result['weights_gib']:.0f} GiB of random weights, on one {machine['card']} (driver "
         f"{machine['driver']}, torch {machine['torch']}, Triton {machine['triton']}), commit "
         f"`{machine['commit']}`, from `bench/results/{name}`. Milliseconds a token at a context of "
-        f"{result['context']:,}, medians of at least {timed} tokens, the ways by turns in one run. The "
-        f"floor is what the step must read, with the experts that its tokens chose, at the "
-        f"{result['read_tb_s']:.2f} TB/s of a large sum in the same run."
+        f"{result['context']:,}, medians of at least {min(timed.values())} tokens (eager: {eager}), the "
+        f"ways by turns in one run. The floor is what the step must read, with the experts that its "
+        f"tokens chose, at the {result['read_tb_s']:.2f} TB/s of a large sum in the same run."
     )
 
 
