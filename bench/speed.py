@@ -52,6 +52,9 @@ from graphcap.settings import Settings
 AT_ONCE = 32
 """Tokens of one call of `run_many`."""
 
+COUNTING = 40
+"""Seconds that compiling leaves for the counts after it."""
+
 Row = dict[str, Any]
 
 
@@ -59,7 +62,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="seed-64")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--batches", default="1,2,4,8,16,32,64")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument(
@@ -135,8 +138,12 @@ class Run:
         self.result["left_out"].append(what)
         self.say(f"left out: {what}")
 
-    def in_time(self, what: str) -> bool:
-        left = time.monotonic() - self.began < self.options.seconds
+    @property
+    def seconds_left(self) -> float:
+        return float(self.options.seconds - (time.monotonic() - self.began))
+
+    def in_time(self, what: str, needed: float = 0) -> bool:
+        left = self.seconds_left > needed
         if not left:
             self.left_out(f"{what}: no time left")
         return left
@@ -302,10 +309,9 @@ class Run:
         """torch.compile beside graphcap, which is timed again with it."""
         for unit in self.options.compile_units.split(","):
             name = f"torch.compile of the {unit}, batch {row['batch']}"
-            if not self.in_time(name):
+            if not self.in_time(name, COUNTING):
                 return
-            left = self.options.seconds + self.began - time.monotonic()
-            seconds = min(self.options.compile_seconds, left)
+            seconds = min(self.options.compile_seconds, self.seconds_left - COUNTING)
             used = row["ways"]["torch graph"]["experts"]
             plain = PlainStep(self.weights, load.rows, self.context + HEADROOM, experts=used)
             load.copy_to(plain)

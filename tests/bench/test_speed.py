@@ -21,6 +21,11 @@ SHORT = ["--long", "40", "--turns", "1", "--check-tokens", "6"]
 QUICK = [*SMALL, *SHORT, "--many-batches", "3", "--compile-batches", "3"]
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("shape", ["tiny", "tiny-hybrid"])
 def test_the_whole_script(tmp_path, shape):
     out = tmp_path / "new" / "speed.json"
