@@ -66,6 +66,12 @@ def add_to(commands: Any) -> None:
         help="token ids of a prompt, once per sequence (default: drawn from the seed)",
     )
     parser.add_argument("--recorder", choices=("auto", "cuda", "tape"))
+    parser.add_argument(
+        "--schedule",
+        choices=("plain", "fused"),
+        default="plain",
+        help="how layers run: operation by operation, or by fused Triton kernels (default plain)",
+    )
     parser.add_argument("--buckets", metavar="1,2,4", help="bucket sizes (default: auto)")
     parser.add_argument("--seed", type=seed, default=0, metavar="N")
     parser.set_defaults(run=run)
@@ -109,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
         ),
         kernels,
         nvtx_ranges(settings),
+        options.schedule,
     )
     with progress_bar("decoding eagerly"):
         eager.decode(prompts, 2)  # compiles kernels, fills caches
@@ -119,6 +126,7 @@ def run(options: argparse.Namespace) -> int:
         max_context=longest,
         num_sequences=sequences,
         settings=settings,
+        schedule=options.schedule,
     )
     try:
         with progress_bar("capturing") as progress:
@@ -143,10 +151,11 @@ def run(options: argparse.Namespace) -> int:
             "dtype": str(weights.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "recorder": decoder.manager.recorder.name,
+            "schedule": options.schedule,
             "kernels": {
                 "backend": backend.name,
                 "why": backend.why,
-                "operations": [asdict(choice) for choice in kernels.choices()],
+                "operations": [asdict(choice) for choice in decoder.step.kernel_choices],
             },
             "batch": len(prompts),
             "max_batch": options.max_batch,

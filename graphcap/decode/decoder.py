@@ -132,9 +132,10 @@ class EagerDecoder:
         cache: PagedCache,
         kernels: DecodeKernels,
         ranges: Ranges | None = None,
+        schedule: str = "plain",
     ) -> None:
         self.pool = BufferPool(weights.device)
-        self.step = DecodeStep(weights, cache, kernels, self.pool, ranges)
+        self.step = DecodeStep(weights, cache, kernels, self.pool, ranges, schedule)
         self.cache = cache
         self.slots: dict[str, torch.Tensor] = {}
 
@@ -175,6 +176,7 @@ class Decoder:
             eagerly.
         ladder: None: what `settings.buckets` says.
         settings: None: read from the environment.
+        schedule: how layers run, see `DecodeStep`.
     """
 
     def __init__(
@@ -188,6 +190,7 @@ class Decoder:
         block_size: int = 16,
         ladder: BucketLadder | None = None,
         settings: Settings | None = None,
+        schedule: str = "plain",
     ) -> None:
         self.weights = weights
         self.cache = PagedCache(
@@ -201,7 +204,9 @@ class Decoder:
         )
         self.pool = BufferPool(weights.device)
         settings = Settings.from_env() if settings is None else settings
-        self.step = DecodeStep(weights, self.cache, kernels, self.pool, nvtx_ranges(settings))
+        self.step = DecodeStep(
+            weights, self.cache, kernels, self.pool, nvtx_ranges(settings), schedule
+        )
         self.inputs = StaticInputs(
             max_batch,
             decode_slots(self.cache.blocks_per_sequence, self.cache.format.slot_dtype),

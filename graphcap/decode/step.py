@@ -11,13 +11,14 @@ from collections.abc import Mapping
 import torch
 
 from graphcap.decode.cache import PagedCache
+from graphcap.decode.fused_layer import fused_layers
 from graphcap.decode.kernels import DecodeKernels
 from graphcap.decode.weights import DenseWeights, ExpertWeights, LayerWeights, ModelWeights
 from graphcap.errors import InputError
 from graphcap.inputs import PadPolicy, Slot
 from graphcap.moe.experts import RoutedExperts
 from graphcap.moe.ranges import Ranges
-from graphcap.operations import Operation
+from graphcap.operations import Operation, kernel_choices
 from graphcap.pool import BufferPool
 
 
@@ -51,9 +52,10 @@ class DecodeStep:
         kernels: the kernel backend.
         pool: where every intermediate comes from.
         ranges: marks the parts of MoE layers for a profiler; None: nothing is called.
+        schedule: how layers run: "plain", operation by operation, or "fused" (see `fused_layer`).
 
     Raises:
-        InputError: the cache is not of the kernels' format.
+        InputError: the cache is not of the kernels' format, or the schedule cannot run here.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class DecodeStep:
         kernels: DecodeKernels,
         pool: BufferPool,
         ranges: Ranges | None = None,
+        schedule: str = "plain",
     ) -> None:
         shape = weights.shape
         if cache.format != kernels.cache_format:
@@ -98,6 +101,11 @@ class DecodeStep:
             else None
             for layer in weights.layers
         ]
+        self._fused = fused_layers(
+            schedule, weights, cache, kernels, pool, self._experts, self.cos_sin
+        )
+        if self._fused is not None:
+            self.kernel_choices += kernel_choices(kernels.fused, {})
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         pool, kernels, weights, shape = self._pool, self._kernels, self.weights, self.weights.shape
@@ -108,6 +116,9 @@ class DecodeStep:
             hidden = pool.take("hidden", (rows, shape.hidden_size), weights.dtype)
             residual = pool.take("residual", (rows, shape.hidden_size), weights.dtype)
             pool.run(kernels.embedding, token_ids, weights.embedding, residual)
+            if self._fused is not None and rows <= self._fused.max_rows:
+                self._fused(hidden, residual, inputs)
+                return self._sample(hidden, inputs)
             slots, lengths = self._bounded(inputs)
             first = weights.layers[0].input_norm
             pool.run(kernels.rms_norm, residual, first, hidden, eps)
@@ -118,21 +129,29 @@ class DecodeStep:
                 last = index + 1 == len(weights.layers)
                 norm = weights.final_norm if last else weights.layers[index + 1].input_norm
                 pool.run(kernels.fused_add_rms_norm, hidden, residual, norm, eps)
-            pool.release("residual")
-            logits = pool.take("logits", (rows, shape.vocab_size), weights.dtype)
-            pool.run(kernels.linear, hidden, weights.lm_head, None, logits)
-            sampled = pool.take("sampled_token_ids", (rows,), torch.int32)
-            pool.run(kernels.argmax, logits, sampled)
-            pool.run(
-                kernels.advance,
-                sampled,
-                token_ids,
-                inputs["positions"],
-                inputs["seq_lens"],
-                inputs["slot_mapping"],
-                inputs["block_tables"],
-                self.cache.block_size,
-            )
+            return self._sample(hidden, inputs)
+
+    def _sample(
+        self, hidden: torch.Tensor, inputs: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """hidden (M, H), normed -> the step's outputs; the slots become those of the next token."""
+        pool, kernels, weights = self._pool, self._kernels, self.weights
+        rows = hidden.shape[0]
+        pool.release("residual")
+        logits = pool.take("logits", (rows, weights.shape.vocab_size), weights.dtype)
+        pool.run(kernels.linear, hidden, weights.lm_head, None, logits)
+        sampled = pool.take("sampled_token_ids", (rows,), torch.int32)
+        pool.run(kernels.argmax, logits, sampled)
+        pool.run(
+            kernels.advance,
+            sampled,
+            inputs["token_ids"],
+            inputs["positions"],
+            inputs["seq_lens"],
+            inputs["slot_mapping"],
+            inputs["block_tables"],
+            self.cache.block_size,
+        )
         return {"token_ids": sampled, "logits": logits}
 
     def _attention(

@@ -311,8 +311,8 @@ def test_a_sequence_beyond_its_table_reads_no_other_blocks() -> None:
 
 
 def test_a_short_table_is_one_launch_and_a_long_one_two() -> None:
-    assert attend_tile(1, 2, 256, 2, 132) == AttendTile(8, 32, 4, True)
-    assert attend_tile(1, 2, 4096, 2, 132) == AttendTile(64, 32, 4, False)
-    assert attend_tile(8, 2, 4096, 2, 132).inside
-    assert attend_tile(64, 4, 4096, 2, 132).splits == 1
-    assert attend_tile(1, 1, 16, 2, 132).splits == 1
+    assert attend_tile(1, 2, 256, 256, 132) == AttendTile(8, 32, 4, True)
+    assert attend_tile(1, 2, 4096, 256, 132) == AttendTile(64, 32, 4, False)
+    assert attend_tile(8, 2, 4096, 256, 132).inside
+    assert attend_tile(64, 4, 4096, 256, 132) == AttendTile(1, 64, 4, True)
+    assert attend_tile(1, 1, 16, 1024, 132).splits == 1

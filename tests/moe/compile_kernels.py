@@ -139,6 +139,27 @@ def decode_layer(
     call(decode.advance, ids, ids, longs, ids, longs, tables, 16)
 
 
+def fused_layer(
+    m: int, heads: int, kv_heads: int, d: int, h: int, e: int, table: int, dtype: torch.dtype
+) -> None:
+    width = (heads + 2 * kv_heads) * d
+    x, norm = empty(m, h, dtype=dtype), empty(h, dtype=dtype)
+    qkv, out, counters = empty(m, width, dtype=dtype), empty(m, heads, d, dtype=dtype), empty(m)
+    w, bias = empty(width, h, dtype=dtype), empty(width, dtype=dtype)
+    call(decode.norm_qkv, x, x, norm, 1e-6, w, None, qkv, x, counters)
+    call(decode.norm_qkv, x, None, norm, 1e-6, w, bias, qkv, None, counters)
+    of_head, ids, longs = empty(d, dtype=dtype), empty(m), empty(m, dtype=torch.int64)
+    cache = empty(1000, 16, kv_heads, d, dtype=dtype)
+    tables, angles = empty(m, table), empty(4096, d, dtype=dtype)
+    slots = (longs, longs, tables, ids)
+    call(
+        decode.attend, qkv, of_head, of_head, angles, *slots, cache, cache, out, counters, 1e-6, 0.1
+    )
+    call(decode.output_residual, out.view(m, -1), empty(h, heads * d, dtype=dtype), None, x)
+    logits = empty(m, e, dtype=torch.float32)
+    call(decode.norm_router, x, norm, 1e-6, empty(e, h, dtype=dtype), x, logits)
+
+
 def main() -> None:
     JITFunction.run = record
     triton_pdl._on_device = lambda device: triton_pdl.IN_TRITON  # as on an H200
@@ -152,6 +173,15 @@ def main() -> None:
     decode_layer(32, 32, 4, 128, 2048, 151936, 8, torch.bfloat16)
     decode_layer(3, 5, 1, 40, 200, 999, 100, torch.float16)
     decode_layer(1, 16, 2, 256, 2048, 151936, 256, torch.float32)
+    for m in (1, 8, 32):
+        fused_layer(m, 16, 2, 128, 2048, 256, 16, torch.bfloat16)
+    fused_layer(1, 16, 2, 128, 2048, 256, 256, torch.bfloat16)
+    fused_layer(1, 32, 4, 128, 2048, 128, 16, torch.bfloat16)
+    fused_layer(4, 16, 2, 256, 2048, 256, 256, torch.bfloat16)
+    fused_layer(64, 16, 2, 256, 2048, 256, 16, torch.bfloat16)
+    fused_layer(3, 5, 1, 40, 200, 7, 100, torch.float16)
+    fused_layer(1, 16, 2, 128, 2048, 256, 256, torch.float32)
+    fused_layer(5, 16, 2, 256, 2048, 256, 256, torch.float32)
     seen = set()
     for kernel, args, kwargs in launches:
         key = f"{kernel.__name__} {[getattr(a, 'dtype', a) for a in args]} {kwargs}"

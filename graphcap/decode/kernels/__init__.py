@@ -12,6 +12,17 @@ from graphcap.operations import KernelChoice, Operation, kernel_choices
 
 
 @dataclass(frozen=True)
+class FusedLayerKernels:
+    """What the fused schedule runs of a layer besides its experts (see `fused_layer`); signatures as in
+    `triton_fused_linear` and `triton_fused_attention`."""
+
+    norm_qkv: Operation
+    attend: Operation
+    output_residual: Operation
+    norm_router: Operation
+
+
+@dataclass(frozen=True)
 class DecodeKernels:
     """The operations that `DecodeStep` is built from; signatures as in `reference`.
 
@@ -22,6 +33,7 @@ class DecodeKernels:
         cache_format: of the cache that cache write and attention work on.
         takes_views: norm, rotary and attention take views of a fused buffer; otherwise queries and
             keys are copied out of it.
+        fused: for the fused schedule; None: the backend has none.
         notes: name of a field -> why it is not the backend's own kernel.
     """
 
@@ -38,6 +50,7 @@ class DecodeKernels:
     bound: Operation | None = None
     cache_format: CacheFormat = CacheFormat()  # noqa: RUF009 - frozen
     takes_views: bool = True
+    fused: FusedLayerKernels | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def choices(self) -> tuple[KernelChoice, ...]:
@@ -57,6 +70,11 @@ def decode_kernels(backend: Backend) -> DecodeKernels:
 
         return bind(load_library(), decode_kernels(Backend(backend.stand_in, "stands in")))
     module = import_module(f"graphcap.decode.kernels.{backend.name}")
+    fused = None
+    if hasattr(module, "norm_qkv"):
+        fused = FusedLayerKernels(
+            module.norm_qkv, module.attend, module.output_residual, module.norm_router
+        )
     return DecodeKernels(
         expert_kernels(backend),
         module.embedding,
@@ -68,4 +86,5 @@ def decode_kernels(backend: Backend) -> DecodeKernels:
         module.attention,
         module.argmax,
         module.advance,
+        fused=fused,
     )

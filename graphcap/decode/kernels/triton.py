@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs
 """The operations of the decode step outside the MoE layer, in Triton and cuBLAS.
 
-Norms live in `triton_norm`, attention in `triton_attention`, sampling in `triton_sampling`. Every
-function writes into its out-parameters, allocates nothing and never waits for the device.
+Norms live in `triton_norm`, attention in `triton_attention`, sampling in `triton_sampling`, the fused
+layer in `triton_fused_linear` and `triton_fused_attention`. Every function writes into its
+out-parameters, allocates nothing and never waits for the device.
 """
 
 import torch
@@ -10,6 +11,8 @@ import triton
 import triton.language as tl
 
 from graphcap.decode.kernels.triton_attention import attention
+from graphcap.decode.kernels.triton_fused_attention import attend
+from graphcap.decode.kernels.triton_fused_linear import norm_qkv, norm_router, output_residual
 from graphcap.decode.kernels.triton_norm import (
     fused_add_rms_norm,
     heads_per_program,
@@ -23,11 +26,15 @@ from graphcap.operations import operation
 __all__ = [
     "advance",
     "argmax",
+    "attend",
     "attention",
     "cache_write",
     "embedding",
     "fused_add_rms_norm",
     "linear",
+    "norm_qkv",
+    "norm_router",
+    "output_residual",
     "rms_norm",
     "rotary_embedding",
     "silu_and_mul",

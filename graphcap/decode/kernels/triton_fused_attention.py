@@ -40,25 +40,29 @@ class AttendTile(NamedTuple):
 
 
 def attend_tile(
-    rows: int, kv_heads: int, capacity: int, itemsize: int, multiprocessors: int
+    rows: int, kv_heads: int, capacity: int, head_bytes: int, multiprocessors: int
 ) -> AttendTile:
     """The tile of `attend` for block tables of `capacity` tokens; it depends on static shapes only.
 
-    As many splits as give every multiprocessor two programs, but none of less than one iteration.
+    As many splits as give every multiprocessor two programs, but none of less than one iteration, whose
+    keys and values (`head_bytes` a token each) registers must hold.
     """
-    tokens = 32
+    tokens = 32 if head_bytes <= 512 else 16
     wanted = 2 * multiprocessors // (rows * kv_heads)
     splits = max(1, min(wanted, triton.cdiv(capacity, tokens), MAX_SPLITS))
-    if splits <= 4 and itemsize <= 2 and capacity > 64 * splits:
+    if head_bytes <= 256 and splits <= 4 and capacity > 64 * splits:
         tokens = 64  # long loops: fewer, larger iterations
-    return AttendTile(splits, tokens, 4, splits <= JOIN_INSIDE)
+    return AttendTile(splits, tokens, 4 if head_bytes <= 512 else 8, splits <= JOIN_INSIDE)
 
 
 def _tile(qkv: torch.Tensor, key_cache: torch.Tensor, block_tables: torch.Tensor) -> AttendTile:
-    page, kv_heads = key_cache.shape[1:3]
-    capacity = block_tables.shape[1] * page
+    page, kv_heads, d = key_cache.shape[1:4]
     return attend_tile(
-        qkv.shape[0], kv_heads, capacity, qkv.element_size(), processors(qkv.device)
+        qkv.shape[0],
+        kv_heads,
+        block_tables.shape[1] * page,
+        d * qkv.element_size(),
+        processors(qkv.device),
     )
 
 

@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs
+# ruff: noqa: SIM102 - what is known at compile time is asked by an `if` of its own
 """Projections of few tokens in Triton, with what comes before and after them in the same kernel.
 
 Before: the residual add and the RMS norm, made again in every program from a row that all of them
