@@ -4,6 +4,7 @@
 
 In this order, so that a run that is cut short has measured what matters most:
 
+0. all kernels are compiled, in several processes;
 1. the whole step, plain and fused, with and without programmatic dependent launch, for every batch;
 2. every fused kernel by itself, over the weights of all layers (none is found in the cache), for every
    tile that could be good: its largest error against float64 and µs a layer;
@@ -15,37 +16,24 @@ A configuration that fails is reported and left out. The JSON is written after e
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from decode_step import DEVICE, machine
-from fused_layer_cases import CASES, Case, candidates
+from fused_layer_cases import CASES, Case
+from fused_layer_compile import compile_all, configurations
+from fused_layer_step import Replayed, Tiles, captured, median_ms
 
-from graphcap.decode.cache import PagedCache
-from graphcap.decode.kernels import DecodeKernels, FusedLayerKernels, decode_kernels
-from graphcap.decode.kernels.triton_fused_attention import AttendTile, scratch_of
+from graphcap.decode.kernels import DecodeKernels, decode_kernels
 from graphcap.decode.measure import activity
 from graphcap.decode.random_weights import random_weights
 from graphcap.decode.shapes import preset
-from graphcap.decode.step import DecodeStep
 from graphcap.decode.weights import ModelWeights
 from graphcap.moe.kernels import choose_backend, triton_pdl
-from graphcap.operations import Operation
-from graphcap.pool import BufferPool
-
-Tiles = dict[str, Any]
-"""Name of a kernel -> its tile; a name that is missing takes the default."""
-
-HEADROOM = 64
-"""Tokens that a sequence may grow between two resets of the slots."""
 
 
 def main() -> None:
@@ -65,10 +53,13 @@ def main() -> None:
     shape = preset(options.shape)
     if options.layers:
         shape = shape.with_layers(options.layers)
-    weights = random_weights(shape, device=DEVICE, dtype=torch.bfloat16, seed=0)
-    kernels = decode_kernels(choose_backend("triton", DEVICE))
     loads = [(int(word), options.context) for word in options.batches.split(",")]
     loads.insert(1, (1, options.long))
+    failed = attempt(lambda: compile_all(shape, loads, str(DEVICE), deadline))
+    if failed:
+        print(f"compiling beforehand failed, so kernels compile when measured: {failed}")
+    weights = random_weights(shape, device=DEVICE, dtype=torch.bfloat16, seed=0)
+    kernels = decode_kernels(choose_backend("triton", DEVICE))
     result: dict[str, Any] = {
         "what": "fused decode layer",
         "shape": shape.name,
@@ -120,112 +111,12 @@ def attempt(make: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def median_ms(call: Callable[[], None], before: Callable[[], None] = lambda: None) -> float:
-    """Median over nine turns of the mean of 20 calls; `before` is not timed."""
-    times = []
-    for turn in range(10):
-        before()
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        for _ in range(20):
-            call()
-        last.record()
-        last.synchronize()
-        if turn:
-            times.append(first.elapsed_time(last) / 20)
-    return statistics.median(times)
-
-
 def read_bandwidth() -> float:
     """TB/s of a large reduction: the floor that the issue's percentages refer to."""
     numbers = torch.ones(2**30, device=DEVICE)
     out = torch.empty((), device=DEVICE)
     ms = median_ms(lambda: torch.sum(numbers, 0, out=out))
     return numbers.nbytes / ms / 1e9
-
-
-def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
-def with_tiles(fused: FusedLayerKernels, tiles: Tiles) -> FusedLayerKernels:
-    """The fused kernels with other tiles than the default ones."""
-    changed = {}
-    for name, tile in tiles.items():
-        old: Operation = getattr(fused, name)
-        scratch = old.scratch
-        if isinstance(tile, AttendTile):
-
-            def scratch(*args: Any, tile: AttendTile = tile) -> Any:
-                return scratch_of(tile, args[10])
-
-        changed[name] = Operation(
-            old.name, old.implementation, partial(old.function, tile=tile), scratch
-        )
-    return replace(fused, **changed)
-
-
-class Replayed:
-    """A whole step in a graph: `rows` sequences that stand at `context` tokens."""
-
-    def __init__(
-        self,
-        weights: ModelWeights,
-        kernels: DecodeKernels,
-        schedule: str,
-        rows: int,
-        context: int,
-        tiles: Tiles | None = None,
-    ) -> None:
-        if tiles and kernels.fused is not None:
-            kernels = replace(kernels, fused=with_tiles(kernels.fused, tiles))
-        cache = PagedCache(
-            weights.shape,
-            num_sequences=rows,
-            max_context=context + HEADROOM,
-            device=DEVICE,
-            dtype=weights.dtype,
-        )
-        cache.fill_random(1)
-        generator = torch.Generator().manual_seed(rows)
-        tables = torch.stack([cache.allocate(context + HEADROOM) for _ in range(rows)])
-        positions = torch.full((rows,), context - 1)
-        blocks = tables.gather(1, (positions // cache.block_size)[:, None])[:, 0].long()
-        start = {
-            "token_ids": torch.randint(
-                weights.shape.vocab_size, (rows,), generator=generator
-            ).int(),
-            "positions": positions,
-            "seq_lens": (positions + 1).int(),
-            "slot_mapping": blocks * cache.block_size + positions % cache.block_size,
-            "block_tables": tables,
-        }
-        self._start = {name: tensor.to(DEVICE) for name, tensor in start.items()}
-        self._slots = {name: tensor.clone() for name, tensor in self._start.items()}
-        pool = BufferPool(DEVICE)
-        step = DecodeStep(weights, cache, kernels, pool, schedule=schedule)
-        with torch.no_grad():
-            self.logits = step(self._slots)["logits"].float().cpu()
-            pool.freeze()
-            self.graph = captured(lambda: step(self._slots))
-        self._kept = (cache, pool, step)
-
-    def reset(self) -> None:
-        for name, tensor in self._start.items():
-            self._slots[name].copy_(tensor)
-
-    def ms(self) -> float:
-        return median_ms(self.graph.replay, self.reset)
 
 
 def compare_steps(
@@ -267,10 +158,7 @@ def sweep(weights: ModelWeights, rows: int, context: int, deadline: float) -> li
             found.append({"kernel": name, "rows": rows, "context": context, "failed": case})
             show(found[-1])
             continue
-        for tile, pdl in itertools.chain(
-            [(None, True), (None, False)],
-            ((tile, True) for tile in candidates(name, weights.shape, rows, context)),
-        ):
+        for tile, pdl in configurations(name, weights.shape, rows, context):
             if time.monotonic() > deadline:
                 print(f"out of time before {name} {tile} at {rows} rows: left out")
                 return found
