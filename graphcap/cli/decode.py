@@ -82,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
     from graphcap.decode.cache import PagedCache
     from graphcap.decode.decoder import Decoder, EagerDecoder
+    from graphcap.decode.fused_layer import check_schedule
     from graphcap.decode.kernels import decode_kernels
     from graphcap.moe.kernels import choose_backend
     from graphcap.moe.ranges import nvtx_ranges
@@ -89,6 +90,8 @@ def run(options: argparse.Namespace) -> int:
     settings = settings_with(recorder=options.recorder, buckets=options.buckets)
     device = default_device()
     backend = choose_backend(settings.kernels, device)
+    kernels = decode_kernels(backend)
+    check_schedule(options.schedule, kernels)
     shape = chosen_shape(options)
     prompts = _prompts(options, shape.vocab_size)
     longest = max(map(len, prompts)) + options.tokens
@@ -100,7 +103,6 @@ def run(options: argparse.Namespace) -> int:
         )
     weights = _weights(options, device)
     _share_cores(weights)
-    kernels = decode_kernels(backend)
     sequences = max(options.max_batch, len(prompts))
 
     eager = EagerDecoder(

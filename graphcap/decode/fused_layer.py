@@ -26,6 +26,17 @@ FUSED_ROWS = 32
 plain one, whose matrix products are made for them. Not measured yet: see bench/fused_layer.py."""
 
 
+def check_schedule(schedule: str, kernels: DecodeKernels) -> None:
+    """Raises InputError where there is no such schedule, or `kernels` cannot run it."""
+    if schedule not in SCHEDULES:
+        raise InputError(f"schedule: expected one of {', '.join(SCHEDULES)}, found {schedule!r}")
+    if schedule == "fused" and kernels.fused is None:
+        raise InputError(
+            f"schedule 'fused': the {kernels.experts.name} kernels have no fused layer; use the "
+            f"triton kernels, or schedule 'plain'"
+        )
+
+
 def fused_layers(
     schedule: str,
     weights: ModelWeights,
@@ -40,15 +51,9 @@ def fused_layers(
     Raises:
         InputError: there is no such schedule, or it cannot run these kernels or this cache.
     """
-    if schedule not in SCHEDULES:
-        raise InputError(f"schedule: expected one of {', '.join(SCHEDULES)}, found {schedule!r}")
-    if schedule == "plain":
+    check_schedule(schedule, kernels)
+    if schedule == "plain" or kernels.fused is None:
         return None
-    if kernels.fused is None:
-        raise InputError(
-            f"schedule 'fused': the {kernels.experts.name} kernels have no fused layer; use the "
-            f"triton kernels, or schedule 'plain'"
-        )
     if cache.format != CacheFormat():
         raise InputError(
             f"schedule 'fused': expected a cache of format {CacheFormat()}, found {cache.format}; use "
