@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from graphcap.inputs import PadPolicy, Slot, StaticInputs
     from graphcap.manager import CaptureManager
     from graphcap.pool import BufferPool
+    from graphcap.ring import Ring, Stop
     from graphcap.settings import Settings
 
 __version__ = "0.1.0"
@@ -23,9 +24,11 @@ _HOMES = {
     "Census": "graphcap.census",
     "GraphcapError": "graphcap.errors",
     "PadPolicy": "graphcap.inputs",
+    "Ring": "graphcap.ring",
     "Settings": "graphcap.settings",
     "Slot": "graphcap.inputs",
     "StaticInputs": "graphcap.inputs",
+    "Stop": "graphcap.ring",
 }
 
 __all__ = [
@@ -35,9 +38,11 @@ __all__ = [
     "Census",
     "GraphcapError",
     "PadPolicy",
+    "Ring",
     "Settings",
     "Slot",
     "StaticInputs",
+    "Stop",
     "__version__",
 ]
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 from graphcap.errors import LadderError
+from graphcap.explain import warn
+from graphcap.plan_file import is_plan, read_plan
+
+logger = logging.getLogger(__name__)
 
 
 class BucketLadder:
@@ -53,20 +58,36 @@ class BucketLadder:
 
     @classmethod
     def parse(cls, text: str, max_batch: int) -> BucketLadder:
-        """The ladder that a user wrote: ``auto``, or sizes separated by commas (``1,2,4,8,64``).
+        """The ladder that a user wrote: ``auto``, sizes separated by commas (``1,2,4,8,64``), or
+        ``plan:FILE``, what ``graphcap plan --json`` printed.
+
+        Of a plan for another maximum, sizes above `max_batch` are left out; a plan that ends below it
+        is warned of, for its largest bucket then serves batches that it was not planned for.
 
         Raises:
-            LadderError: an entry is not a positive integer; the entry is named.
+            LadderError: an entry is not a positive integer, or the file is no plan; names it.
         """
         if text.strip().lower() == "auto":
             return cls.up_to(max_batch)
+        if is_plan(text):
+            planned = read_plan(text)
+            if planned[-1] < max_batch:
+                warn(
+                    logger,
+                    "ladder",
+                    "%s ends at %d and the maximum batch is %d, which was added: batches of %d to %d "
+                    "all run in bucket %d; plan again with --max-batch %d, or limit the batch to %d",
+                    *(text.strip(), planned[-1], max_batch, planned[-1] + 1, max_batch),
+                    *(max_batch, max_batch, planned[-1]),
+                )
+            return cls(planned, max_batch)
         sizes = []
         for entry in text.split(","):
             word = entry.strip()
             # Python refuses to convert very long numbers, and no batch has 19 digits.
             if not word.isascii() or not word.isdigit() or len(word) > 18 or int(word) == 0:
                 raise LadderError(
-                    f"bucket sizes: expected 'auto' or positive integers such as 1,2,4,8,64; "
+                    f"bucket sizes: expected 'auto', positive integers such as 1,2,4,8,64, or plan:FILE; "
                     f"found {word!r} in {text!r}; remove or correct that entry"
                 )
             sizes.append(int(word))

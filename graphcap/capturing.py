@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphcap.census import Census
-from graphcap.errors import CaptureError, GraphcapError
+from graphcap.errors import CaptureError, GraphcapError, anchor_in
+from graphcap.explain import warn
 from graphcap.inputs import NUM_ROWS, Inputs
 from graphcap.recorders.base import BoundStep, Recorder, Recording
 from graphcap.recorders.source import raising_line
@@ -108,6 +109,19 @@ class BucketCapture:
             )
             self.reports[size] = replace(self.reports[size], largest_difference=worst)
 
+    def time(self, size: int) -> None:
+        """Measure a replay of a recorded bucket."""
+        if size not in self.recordings:
+            return
+        with self._costs_only(size, "verification", "timed"):
+            took = self._verifier.time(self.recordings[size], size)
+            self.reports[size] = replace(self.reports[size], replay_ms=took)
+
+    def add_bytes(self, size: int, nbytes: int) -> None:
+        """A recorded bucket takes more memory than its recording did."""
+        report = self.reports[size]
+        self.reports[size] = replace(report, nbytes=report.nbytes + nbytes)
+
     def drop(self, size: int, failure: Failure) -> None:
         """Give up a bucket for a reason from outside."""
         self.failures[size] = failure
@@ -121,7 +135,9 @@ class BucketCapture:
         for size, failure in self.failures.items():
             sizes.setdefault(failure.text.removeprefix(f"bucket {size}: "), []).append(size)
         for text, failed in sizes.items():
-            logger.warning(
+            warn(
+                logger,
+                anchor_in(text, "capture"),
                 "%d of %d buckets (%s) are not recorded and run eagerly: %s",
                 len(failed),
                 len(self.failures) + len(self.recordings),

@@ -10,7 +10,8 @@ from types import MappingProxyType
 import torch
 
 from graphcap.buckets import BucketLadder
-from graphcap.errors import FallbackError
+from graphcap.errors import FallbackError, anchor_in
+from graphcap.explain import warn
 from graphcap.inputs import NUM_ROWS, Inputs
 from graphcap.pool import BufferPool
 from graphcap.recorders.base import autocast_casts_not_kept
@@ -32,7 +33,7 @@ class Fallback:
 
     Attributes:
         counts: reason -> steps run eagerly.
-        rows: real rows of those steps.
+        batches: real rows -> steps run eagerly.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Fallback:
         strict: bool,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.rows = 0
+        self.batches: Counter[int] = Counter()
         self._step = step
         self._inputs = inputs
         self._pool = pool
@@ -61,6 +62,11 @@ class Fallback:
             and self._inputs.rows == 0  # else a batch was loaded into the slots since
             and rows in (None, self._overflow_rows)
         )
+
+    @property
+    def overflow_rows(self) -> int:
+        """Rows of the batch that `continues` goes on with."""
+        return self._overflow_rows
 
     def forget(self) -> None:
         """Another batch has come: the large one is no longer the current one."""
@@ -102,12 +108,18 @@ class Fallback:
         if self._strict:
             raise FallbackError(f"{text} and GRAPHCAP_STRICT=1 forbids eager steps; {cure}")
         if self.counts[reason] == 0:
-            logger.warning("%s and runs eagerly, from now on without a message; %s", text, cure)
+            warn(
+                logger,
+                anchor_in(cure, "fallback"),
+                "%s and runs eagerly, from now on without a message; %s",
+                text,
+                cure,
+            )
 
     def count(self, rows: int, reason: str) -> None:
         """A step of `rows` rows has run eagerly."""
         self.counts[reason] += 1
-        self.rows += rows
+        self.batches[rows] += 1
 
     def _run(
         self, slots: Mapping[str, torch.Tensor], rows: int, reason: str

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -20,14 +19,17 @@ from graphcap.buckets import BucketLadder
 from graphcap.capturing import BucketCapture, Failure
 from graphcap.checks import Fingerprint
 from graphcap.errors import LadderError, StateError
+from graphcap.explain import warn
 from graphcap.fallback import Fallback
 from graphcap.inputs import Inputs
+from graphcap.many import ManySteps
 from graphcap.operations import current_observer
 from graphcap.pool import BufferPool
 from graphcap.reachable import Watched, reachable
 from graphcap.recorders.base import BoundStep, Recorder, Recording, garbage_collection_held
 from graphcap.recorders.select import select_recorder
-from graphcap.report import CaptureReport
+from graphcap.report import CaptureReport, ManagerStats
+from graphcap.ring import Ring
 from graphcap.settings import Settings
 from graphcap.verify import Example, Verifier
 
@@ -45,13 +47,19 @@ Progress = Callable[[int, int, str], None]
 class Served:
     """A bucket: its recording, what it has served so far, the views it returns by row count."""
 
-    __slots__ = ("recording", "replays", "rows", "size", "views")
+    __slots__ = ("batches", "recording", "replays", "size", "views")
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.recording: Recording | None = None
-        self.replays = self.rows = 0
+        self.replays = 0
+        self.batches: dict[int, int] = {}
+        """Real rows -> replays."""
         self.views: dict[int, Mapping[str, torch.Tensor]] = {}
+
+    @property
+    def rows(self) -> int:
+        return sum(rows * replays for rows, replays in self.batches.items())
 
     @property
     def padding_rows(self) -> int:
@@ -78,6 +86,7 @@ class CaptureLife:
         rows_mix: bool = False,
         recorder: Recorder | None = None,
         watched: Callable[[], Sequence[Watched]] | None = None,
+        ring: Ring | None = None,
     ) -> None:
         self.step = step
         self.inputs = inputs
@@ -91,8 +100,12 @@ class CaptureLife:
                 f"BucketLadder(sizes, max_batch={inputs.max_batch})"
             )
         self.recorder = recorder or select_recorder(self.settings.recorder, inputs.device)
-        self._verifier = Verifier(inputs, self.pool, example, state, rows_mix)
+        self._many = None if ring is None else ManySteps(ring, inputs)
+        buffer = None if self._many is None else self._many.buffer
+        self._verifier = Verifier(inputs, self.pool, example, state, rows_mix, buffer)
         self.recorder.generators = self._verifier.generators
+        if ring is not None:
+            self.recorder.repeatable = True
         self._lock = threading.Lock()
         self._state = "new"
         self._watched = watched
@@ -103,9 +116,16 @@ class CaptureLife:
         self._steady: tuple[Served, int] | None = None  # the last run was a replay of so many rows
         self._fingerprint: Fingerprint | None = None
         self._report: CaptureReport | None = None
-        self._fallback = Fallback(step, inputs, self.pool, self.ladder, strict=self.settings.strict)
+        self._fallback = Fallback(
+            step if self._many is None else self._many.ending(step),
+            inputs,
+            self.pool,
+            self.ladder,
+            strict=self.settings.strict,
+        )
         self._unwatched_note: str | None = None
         self._verified = 0
+        self._writes_report = False  # a host that goes through the phases itself writes its own
 
     # -- the phases, one bucket at a time --------------------------------------------------------
 
@@ -163,11 +183,27 @@ class CaptureLife:
                 self._bound if step is None else None,
             )
 
+    def time(self, size: int) -> None:
+        """Measure a replay of bucket `size` on a full batch; it is in the report as ``replay_ms``.
+
+        After `verify`, and only where that may be called: it replays a few times, and puts slots,
+        `state` and random generators back as verification does. Under tensor parallelism every rank
+        must come here for the same bucket, and live parts of a tape need the surroundings of the step
+        as they do for `verify`.
+        """
+        with self._phase("time()", ("frozen",)):
+            self._pinned_down()
+            self._captured.time(size)
+
     def finish(self) -> CaptureReport:
         """End the capture: from here on the recordings serve."""
         with self._phase("finish()", ("frozen",)):
             self._pinned_down()
             self._captured.warn()
+            if self._many is not None:
+                self._many.make_loops(self._captured.recordings, self._verifier)
+                for size, loop in self._many.loops.items():
+                    self._captured.add_bytes(size, loop.nbytes)
             for size, recording in self._captured.recordings.items():
                 self._served[size].recording = recording
         with self._alone("finish()"):
@@ -178,6 +214,8 @@ class CaptureLife:
     def drop(self, size: int, reason: str, text: str) -> None:
         """Give up bucket `size`, recorded or not, for a reason that only the host knows."""
         with self._alone("drop()"):
+            if self._many is not None:
+                self._many.drop(size)
             self._captured.drop(size, Failure(reason, text))
             self._served[size].recording = None
             self._served[size].views.clear()
@@ -227,8 +265,8 @@ class CaptureLife:
             with self._alone("capture()"):
                 self._give_up()
             raise
-        if self.settings.report is not None:
-            self._write_report(self.settings.report)
+        self._writes_report = self.settings.report is not None
+        self._write_report(None)
         return report
 
     def _capture_all(self, notify: Progress) -> None:
@@ -245,7 +283,7 @@ class CaptureLife:
             ("recording", self.record),
         ]
         if self.settings.verify != "off":
-            phases.append(("verifying", self.verify))
+            phases.append(("verifying", self._verify_and_time))
         done, total = 0, len(phases) * len(sizes)
         for what, phase in phases:
             if phase == self.record:
@@ -256,11 +294,15 @@ class CaptureLife:
                 done += 1
         notify(total, total, "done")
 
+    def _verify_and_time(self, size: int) -> None:
+        self.verify(size)
+        self.time(size)
+
     def _note_unwatched(self, watched: Sequence[torch.Tensor]) -> None:
         """Say what the recordings read and no name leads to: rebinding it will not be noticed."""
         known = {
             t.untyped_storage().data_ptr()
-            for t in (*watched, *self.inputs.owned, *self._verifier.state)
+            for t in (*watched, *self.inputs.owned, *self._verifier.tensors)
         }
         unseen = {
             storage.data_ptr(): storage.nbytes()
@@ -279,7 +321,10 @@ class CaptureLife:
         def bound() -> Mapping[str, torch.Tensor]:
             self.inputs.restore_pads()
             with self.pool.step():
-                return self.step(self.inputs.views(size)) if step is None else step()
+                outputs = self.step(self.inputs.views(size)) if step is None else step()
+                if self._many is not None:
+                    self._many.buffer.write(outputs)
+                return outputs
 
         return bound
 
@@ -308,6 +353,8 @@ class CaptureLife:
         self._state = "new"
 
     def _drop_recordings(self) -> None:
+        if self._many is not None:
+            self._many.close()
         self._captured.close()
         for served in self._served.values():
             served.views.clear()
@@ -369,19 +416,30 @@ class CaptureLife:
             seconds=seconds,
             census=None if largest is None else captured.recordings[largest].census(),
             kernels=tuple(getattr(self.step, "kernel_choices", ())),
+            pool_layout=self.pool.layout,
             notes=(
                 *filter(None, [self.recorder.why]),
                 *self._verifier.notes,
                 *filter(None, [self._unwatched_note]),
+                *filter(None, [None if self._many is None else self._many.note]),
             ),
         )
 
-    def _write_report(self, path: Path) -> None:
+    def _write_report(self, served: ManagerStats | None) -> None:
+        path = self.settings.report
+        if not self._writes_report or path is None:
+            return
         try:
             assert self._report is not None
-            self._report.write(path)
+            self._report.write(path, served)
         except OSError as error:  # a full disk must not cost the recordings
-            logger.warning("the capture report was not written to %s: %s", path, error)
+            warn(
+                logger,
+                "report-not-written",
+                "the capture report was not written to %s: %s",
+                path,
+                error,
+            )
 
 
 def _device_name(device: torch.device) -> str:

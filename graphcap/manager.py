@@ -6,21 +6,23 @@ Knows no model: it captures any callable over static inputs. Its life is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 
-from graphcap.errors import InputError, StateError
-from graphcap.life import CaptureLife, Progress, Served, Step
+from graphcap.errors import StateError
+from graphcap.life import Progress, Step
 from graphcap.operations import current_observer
 from graphcap.recorders.base import BoundStep, Recording
 from graphcap.report import BucketStats, CaptureReport, ManagerStats
+from graphcap.ring import Many
+from graphcap.serving import Serving
 
 __all__ = ["CaptureManager", "Progress", "Step"]
 
 
-class CaptureManager(CaptureLife):
+class CaptureManager(Serving):
     """Owns the recordings of one step.
 
     Args:
@@ -38,6 +40,7 @@ class CaptureManager(CaptureLife):
             say), so what padding holds may matter; otherwise verification refuses that.
         recorder: None: what `settings.recorder` says, on the device of `inputs`.
         watched: what must stay in place for the recordings; None: whatever the step can reach by name.
+        ring: outputs that `run_many` keeps of each of its steps; None: there is no run_many().
 
     One thread at a time: a call that meets another raises `StateError`. Replays run on the current
     CUDA stream; outputs last until the next call of run().
@@ -81,28 +84,43 @@ class CaptureManager(CaptureLife):
         finally:
             self._lock.release()
 
-    def _run(
-        self, batch: Mapping[str, torch.Tensor], rows: int | None, agreed_batch: int | None
-    ) -> Mapping[str, torch.Tensor]:
-        if self._state != "recorded":
-            raise StateError(
-                f"run() was called on a manager that is {self._state}; "
-                + ("make a new one" if self._state == "closed" else "call capture() first")
-            )
-        if not batch and self._fallback.continues(rows):
-            return self._fallback.run_on()
-        count = self.inputs.check(batch, rows)
-        if agreed_batch is not None and agreed_batch < count:
-            raise InputError(
-                f"agreed_batch is {agreed_batch} but this rank has {count} rows; "
-                f"agree on the maximum over all ranks"
-            )
-        size = self.ladder.bucket_for(agreed_batch or count)
-        if size is None or size not in self._captured.recordings:
-            reason = "above_max_batch" if size is None else self._captured.failures[size].reason
-            self._steady = None
-            return self._fallback.run(batch, count, reason)
-        return self._replay(self._served[size], count, batch, settles=agreed_batch is None)
+    def run_many(
+        self,
+        steps: int,
+        batch: Mapping[str, torch.Tensor] | None = None,
+        *,
+        rows: int | None = None,
+    ) -> Many:
+        """So many steps of n rows by one call, for a step that writes the slots of its next step itself.
+
+        Where the report's notes say nothing else it is one launch: a graph that repeats the step until
+        `steps` are done or every row has ended (`Ring.stop`). Elsewhere the replays are enqueued one by
+        one with no host work between; the host cannot know then that all rows have ended, so all `steps`
+        run, and `Many.counts` tells which of them belong to a row. Either way rows that have ended go on
+        being computed beside the others: their slots must have room for `steps` more.
+
+        A row that has ended stays ended in later calls, until a batch is given to any call.
+
+        Args:
+            steps: 1 to the length of the ring.
+            batch: of the first step; as for `run`. Left out, the step goes on from where it is.
+            rows: as for `run`.
+
+        Returns:
+            The kept outputs of each step; see `Many`. `stats()` counts `steps` replays, also where the
+            device stopped earlier.
+
+        Raises:
+            StateError: the manager was made without `ring`; and as `run`.
+            InputError: more steps than the ring holds; and as `run`. Nothing was launched.
+            StaleRecordingError, FallbackError: as `run`; looked at once a call.
+        """
+        if current_observer() is not None or not self._lock.acquire(blocking=False):
+            raise self._busy("run_many()")
+        try:
+            return self._run_many(steps, batch or {}, rows)
+        finally:
+            self._lock.release()
 
     # -- for hosts -------------------------------------------------------------------------------
 
@@ -139,12 +157,18 @@ class CaptureManager(CaptureLife):
             assert self._fingerprint is not None
             self._fingerprint.check()
             self.inputs.rows = rows
+            if self._many is not None:
+                self._many.anew()
             self._serve(
                 served, recording, rows, None if eager is None else self._bound(size, eager)
             )
             return recording.outputs
         finally:
             self._lock.release()
+
+    def loops(self, size: int) -> bool:
+        """Whether `run_many` runs bucket `size` as a loop on the device, by one graph launch."""
+        return self._many is not None and size in self._many.loops
 
     def expect_change(self) -> None:
         """The next replay compares everything that the recordings point at with where it was."""
@@ -160,44 +184,6 @@ class CaptureManager(CaptureLife):
         """
         self._fallback.announce(rows, reason, remedy)
         self._fallback.count(rows, reason)
-
-    # -- inside ----------------------------------------------------------------------------------
-
-    def _serve(
-        self, served: Served, recording: Recording, count: int, eager: BoundStep | None
-    ) -> None:
-        every = self.settings.verify_every
-        # A replay whose check failed is not counted, so the next run is checked again.
-        if every and eager is not None and (self._replays + 1) % every == 0:
-            self._verifier.check_live(recording, eager, served.size)
-            self._verified += 1
-        else:
-            recording.replay()
-        served.replays += 1
-        served.rows += count
-
-    def _replay(
-        self,
-        served: Served,
-        count: int,
-        batch: Mapping[str, torch.Tensor] | None = None,
-        settles: bool = True,
-    ) -> Mapping[str, torch.Tensor]:
-        assert self._fingerprint is not None
-        self._fingerprint.check()
-        if batch or count != self.inputs.rows:
-            self.inputs.load(batch or {}, count)
-        self._fallback.forget()
-        recording = served.recording
-        assert recording is not None
-        self._serve(served, recording, count, self._bound(served.size))
-        self._steady = (served, count) if settles else None
-        views = served.views.get(count)
-        if views is None:
-            # Read-only: these are handed out again at every run of as many rows.
-            views = MappingProxyType({n: tensor[:count] for n, tensor in recording.outputs.items()})
-            served.views[count] = views
-        return views
 
     # -- the rest --------------------------------------------------------------------------------
 
@@ -218,18 +204,17 @@ class CaptureManager(CaptureLife):
             raise StateError(f"bucket {size} has no recording; recorded are {sorted(recordings)}")
         return recordings[size]
 
-    @property
-    def _replays(self) -> int:
-        return sum(served.replays for served in self._served.values())
-
     def stats(self) -> ManagerStats:
+        batches = Counter(self._fallback.batches)
+        for served in self._served.values():
+            batches.update(served.batches)
         return ManagerStats(
             state=self._state,
             recorder=self.recorder.name,
             steps=self._replays + self._fallback.counts.total(),
             replays=self._replays,
             fallbacks=dict(self._fallback.counts),
-            rows=sum(served.rows for served in self._served.values()) + self._fallback.rows,
+            rows=sum(rows * steps for rows, steps in batches.items()),
             padding_rows=sum(served.padding_rows for served in self._served.values()),
             input_launches=self.inputs.launches,
             verified=self._verified,
@@ -241,12 +226,16 @@ class CaptureManager(CaptureLife):
                 for served in self._served.values()
             ),
             failures=self._captured.failures_text(),
+            batches=dict(sorted(batches.items())),
         )
 
     def close(self) -> None:
-        """Give back every recording. Idempotent; outputs of earlier runs stay readable."""
+        """Give back every recording. Idempotent; outputs of earlier runs stay readable. The report that
+        capture() wrote (``GRAPHCAP_REPORT``) is written again, with what was served."""
         with self._alone("close()"):
             if self._state != "closed":
+                if self._state == "recorded":
+                    self._write_report(self.stats())
                 self._drop_recordings()
                 self.recorder.close()
                 self._state = "closed"

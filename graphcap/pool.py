@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphcap.errors import PoolError, PoolFrozenError, PoolLimitError, StateError
+from graphcap.lifetimes import Lifetimes, PoolLayout
 from graphcap.operations import Operation
 from graphcap.plan import Plan, aligned, plan_arena
 
@@ -49,6 +50,8 @@ class BufferPool:
         self._held: dict[str, int] = {}  # name -> aligned bytes
         self._live_bytes = 0
         self._peak_bytes = 0
+        self._step_peak_bytes = 0
+        self._lifetimes = Lifetimes()
         self._in_step = False
         self._outside = 0
         self._plan: Plan | None = None
@@ -74,6 +77,9 @@ class BufferPool:
             self._in_step = False
             self._held.clear()
             self._live_bytes = 0
+            if self._plan is None:
+                self._lifetimes.ended(self._step_peak_bytes)
+                self._step_peak_bytes = 0
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of `shape` and `dtype` with undefined contents, owned by the pool.
@@ -116,6 +122,8 @@ class BufferPool:
                     f"buffer {name!r} was released by {_caller()} but is not held; "
                     f"held: {self._held_names()}"
                 ) from None
+            if self._plan is None:
+                self._lifetimes.released(name)
 
     def run(self, operation: Operation, *args: Any) -> None:
         """Call `operation`, giving it its scratch buffers from the pool for the length of the call."""
@@ -142,6 +150,11 @@ class BufferPool:
         if self._plan is None:
             raise StateError("the pool has no plan yet; run the step once and call freeze()")
         return self._plan
+
+    @property
+    def layout(self) -> PoolLayout:
+        """Where each buffer lies, and when it is alive. Raises `StateError` before the freeze."""
+        return self._lifetimes.layout(self.plan)
 
     @property
     def nbytes(self) -> int:
@@ -215,7 +228,10 @@ class BufferPool:
             request.nbytes = max(request.nbytes, nbytes)
             request.conflicts.update(self._held)
         self._live_bytes += aligned(nbytes)
+        self._step_peak_bytes = max(self._step_peak_bytes, self._live_bytes)
         self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+        if self._in_step:  # outside of one, nothing would ever end what is watched
+            self._lifetimes.taken(name)
 
     def _new_view(self, name: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         plan = self.plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ import torch
 
 from graphcap import __version__
 from graphcap.census import Census
+from graphcap.lifetimes import PoolLayout
 from graphcap.operations import KernelChoice
 
 
@@ -27,6 +29,9 @@ class BucketReport:
         nbytes: memory that recording it took, measured: driver memory, or on the tape new storage.
         capture_ms: time to record it, warm-up not included.
         largest_difference: between replay and eager when verified, relative; None: not verified.
+        replay_ms: least time of a few replays of a full batch, measured after verification, the
+            device's where it has events; None: not measured. Sequences were as short as those of a
+            batch made for verification or capture.
     """
 
     size: int
@@ -35,6 +40,7 @@ class BucketReport:
     nbytes: int
     capture_ms: float
     largest_difference: float | None = None
+    replay_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class CaptureReport:
 
     Attributes:
         kernels: which kernel each operation runs on and why, of a step that says so.
+        pool_layout: where each buffer of the pool lies and when it is alive.
     """
 
     recorder: str
@@ -56,6 +63,7 @@ class CaptureReport:
     census: Census | None
     notes: tuple[str, ...] = ()
     kernels: tuple[KernelChoice, ...] = ()
+    pool_layout: PoolLayout | None = None
     versions: Mapping[str, str | None] = field(default_factory=lambda: versions())
 
     @property
@@ -69,8 +77,10 @@ class CaptureReport:
         fields["graph_bytes"] = self.graph_bytes
         return fields
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+    def write(self, path: Path, served: ManagerStats | None = None) -> None:
+        """Write the report as JSON; with what was served, under ``served``, where that is known."""
+        known = {} if served is None else {"served": served.served()}
+        write_json(path, self.to_json() | known)
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,7 @@ class ManagerStats:
         verified: replays that were checked against the eager step while serving.
         buckets: by size.
         failures: bucket -> why it has no recording.
+        batches: real rows -> steps, replayed and eager.
     """
 
     state: str
@@ -113,6 +124,13 @@ class ManagerStats:
     capture_seconds: float | None
     buckets: tuple[BucketStats, ...]
     failures: Mapping[int, str]
+    batches: Mapping[int, int] = field(default_factory=dict)
+
+    def served(self) -> dict[str, Any]:
+        """What was served, for the report: see `served_json`."""
+        replays = {bucket.size: bucket.replays for bucket in self.buckets}
+        padding = {bucket.size: bucket.padding_rows for bucket in self.buckets}
+        return served_json(self.batches, replays, padding, self.fallbacks)
 
     @property
     def graph_mib(self) -> float:
@@ -121,6 +139,39 @@ class ManagerStats:
     @property
     def pool_mib(self) -> float:
         return self.pool_bytes / 2**20
+
+
+def served_json(
+    batches: Mapping[int, int],
+    replays: Mapping[int, int],
+    padding_rows: Mapping[int, int],
+    fallbacks: Mapping[str, int],
+) -> dict[str, Any]:
+    """What a report says of the steps that were served: batches by rows, replays and padding rows by
+    bucket, fallbacks by reason. ``graphcap plan --from-report`` reads ``batches``."""
+    return {
+        "steps": sum(batches.values()),
+        "batches": {str(rows): batches[rows] for rows in sorted(batches)},
+        "buckets": [
+            {"size": size, "replays": replays[size], "padding_rows": padding_rows[size]}
+            for size in sorted(replays)
+        ],
+        "fallbacks": dict(fallbacks),
+    }
+
+
+def write_json(path: Path, plain: Mapping[str, Any]) -> None:
+    """Write whole or not at all: what is there already stays until the new contents are complete."""
+    text = json.dumps(plain, indent=2) + "\n"
+    if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
+        path.write_text(text)
+        return
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def versions() -> dict[str, str | None]:

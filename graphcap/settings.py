@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from graphcap.errors import LadderError, SettingsError
+from graphcap.explain import warn
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class Settings:
 
     Attributes:
         enabled: the vLLM plugin is on.
-        buckets: ``auto`` or bucket sizes, as written.
+        buckets: ``auto``, bucket sizes or ``plan:FILE``, as written.
         recorder: ``auto``, ``cuda`` or ``tape``.
         kernels: ``auto`` or the name of a kernel backend.
         verify: ``off`` or ``capture``.
@@ -83,7 +84,7 @@ class Settings:
             if text is not None:
                 values.update(variable.parse(variable.name, text.strip()))
         for line in misspelt(source):
-            logger.warning("%s", line)
+            warn(logger, "unknown-variable", "%s", line)
         return cls(**values, origins=origins)
 
     def value_of(self, name: str) -> str:
@@ -146,12 +147,21 @@ def _choice(field_name: str, accepted: tuple[str, ...]) -> Callable[[str, str], 
 
 def _buckets(name: str, text: str) -> dict[str, Any]:
     from graphcap.buckets import BucketLadder
+    from graphcap.plan_file import is_plan, read_plan
 
+    if is_plan(text):
+        try:
+            read_plan(text)
+        except LadderError as error:
+            raise SettingsError(f"{name}: {error}") from error
+        return {"buckets": text}
     try:
         # The maximum is not known yet; parsing against a huge one checks every entry.
         BucketLadder.parse(text, max_batch=1 if text.lower() == "auto" else 1 << 30)
     except LadderError as error:
-        raise _refuse(name, text, "auto, or positive integers such as 1,2,4,8,64") from error
+        raise _refuse(
+            name, text, "auto, or positive integers such as 1,2,4,8,64, or plan:FILE"
+        ) from error
     return {"buckets": text}
 
 
@@ -187,7 +197,7 @@ def _report(name: str, text: str) -> dict[str, Any]:
 
 VARIABLES = (
     Variable("GRAPHCAP", "1 turns the vLLM plugin on", _switch("enabled")),
-    Variable("GRAPHCAP_BUCKETS", "auto, or sizes such as 1,2,4,8,64", _buckets),
+    Variable("GRAPHCAP_BUCKETS", "auto, sizes such as 1,2,4,8,64, or plan:FILE", _buckets),
     Variable("GRAPHCAP_RECORDER", "auto, cuda or tape", _choice("recorder", RECORDERS)),
     Variable("GRAPHCAP_KERNELS", "kernel backend", _choice("kernels", KERNELS)),
     Variable("GRAPHCAP_VERIFY", "off, capture, or N: also check every N-th replay", _verify),

@@ -1,211 +1,218 @@
-"""What a server's graphcap counters say: since it started, and between two scrapes.
+"""Traffic: a distribution of batch sizes, and what buckets were measured to cost, from where they are.
 
-The metrics are those of `graphcap.hosts.vllm.metrics`. The ranks of an engine count the same steps, so
-the lowest one stands for its engine.
+Four sources: CSV (``batch,count``), JSON, the text of a Prometheus endpoint, and our own reports.
 """
 
 from __future__ import annotations
 
+import csv
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from graphcap.scrape import Sample
+from graphcap.errors import InputError
+from graphcap.ladder_plan import check_counts
+from graphcap.prometheus_text import looks_like_metrics, traffic_series
+from graphcap.scrape import fetch, metrics_url, parse
 
-_PREFIX = "graphcap_"
-_LABELS = frozenset({"rank", "bucket", "reason", "rows", "le"})
-"""Labels that do not tell engines apart. ``instance`` does, where servers were gathered in one page."""
-
-Series = Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Steps of one engine, in all or of a span of time.
-
-    Attributes:
-        steps, rows: decode steps, replayed and eager, and their real rows.
-        buckets: bucket -> decode steps that its recording served.
-        padding_rows: rows that these computed and nobody asked for.
-        mixed: bucket in tokens -> mixed batches that a recording served.
-        mixed_padding: tokens of padding in them.
-        fallbacks: reason -> steps run eagerly, decode or not.
-    """
-
-    steps: float = 0
-    rows: float = 0
-    replays: float = 0
-    padding_rows: float = 0
-    mixed_padding: float = 0
-    buckets: Series = field(default_factory=dict)
-    mixed: Series = field(default_factory=dict)
-    fallbacks: Series = field(default_factory=dict)
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Share of decode steps that a recording served; None: there were none."""
-        return _share(self.replays, self.steps)
-
-    @property
-    def bucket_hit_rates(self) -> dict[str, float]:
-        """Bucket -> share of decode steps that its recording served."""
-        return {
-            bucket: self.buckets[bucket] / self.steps if self.steps else 0.0
-            for bucket in sorted(self.buckets, key=int)
-        }
-
-    @property
-    def mean_rows(self) -> float | None:
-        return _share(self.rows, self.steps)
-
-    @property
-    def padding_share(self) -> float | None:
-        """Padding among the rows that replays of decode steps computed."""
-        return _share(self.padding_rows, _computed(self.buckets))
-
-    @property
-    def mixed_hit_rate(self) -> float | None:
-        """Share of the other batches, those with prefill, that a recording served."""
-        served = sum(self.mixed.values())
-        eager_decode = self.steps - self.replays
-        eager = sum(self.fallbacks.values()) - eager_decode
-        return _share(served, served + max(eager, 0))  # the two are not counted at one instant
-
-    @property
-    def mixed_padding_share(self) -> float | None:
-        return _share(self.mixed_padding, _computed(self.mixed))
-
-    def since(self, earlier: Counts) -> Counts | None:
-        """What was counted after `earlier`; None if that was before a restart: something shrank."""
-        changes: dict[str, Any] = {}
-        for each in fields(self):
-            now, then = getattr(self, each.name), getattr(earlier, each.name)
-            if isinstance(now, Mapping):
-                change = {k: now.get(k, 0) - then.get(k, 0) for k in now.keys() | then.keys()}
-                shrank = any(value < 0 for value in change.values())
-            else:
-                change = now - then
-                shrank = change < 0
-            if shrank:
-                return None
-            changes[each.name] = change
-        return Counts(**changes)
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole > 0 else None
-
-
-def _computed(buckets: Series) -> float:
-    return sum(int(bucket) * count for bucket, count in buckets.items())
+_SECONDS = 10
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True)
-class Engine:
-    """One engine in one scrape.
+class Traffic:
+    """What a ladder is planned for.
 
     Attributes:
-        rank: the rank that was read, the lowest.
-        ranks: how many ranks show themselves.
-        capture_seconds, graph_bytes, pool_bytes: None: capture() has not ended.
+        counts: batch size -> decode steps of that size, replayed and eager.
+        source: where it is from.
+        max_batch: the largest bucket that was asked for there; None: it is not told.
+        ms: bucket -> measured ms of a replay.
+        mib: bucket -> measured MiB of its recording.
     """
 
-    rank: int
-    ranks: int
-    counts: Counts
-    capture_seconds: float | None = None
-    graph_bytes: float | None = None
-    pool_bytes: float | None = None
+    counts: Mapping[int, int]
+    source: str
+    max_batch: int | None = None
+    ms: Mapping[int, float] = field(default_factory=dict)
+    mib: Mapping[int, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """One scrape.
+def read_histogram(path: Path) -> Traffic:
+    """Read a file of batch sizes: CSV, JSON or saved Prometheus text, told apart by its contents.
 
-    Attributes:
-        engines: by name: the label ``engine``, with further labels behind it where there are any.
-        at: when, in seconds of a clock that does not go backwards.
-        started: when the server's process started, if it says so.
+    CSV: lines ``batch,count``, a header and lines that begin with ``#`` allowed; repeats are summed.
+    JSON: ``{"1": 90, "4": 10}``, ``[[1, 90], [4, 10]]``, or either under the key ``batches``.
+
+    Raises:
+        InputError: the file cannot be read or holds something else; names the line.
     """
+    text = _text_of(path)
+    if text.lstrip()[:1] in ("{", "["):
+        return Traffic(_counts(_json(text, path), str(path)), str(path))
+    if looks_like_metrics(text):
+        return _of_metrics(text, str(path))
+    return Traffic(_of_csv(text.splitlines(), path), str(path))
 
-    engines: Mapping[str, Engine]
-    at: float
-    started: float | None = None
 
+def read_metrics(url: str) -> Traffic:
+    """Read the ``/metrics`` endpoint of a running server; the path may be left out of `url`.
 
-@dataclass(frozen=True)
-class Span:
-    """What an engine did between two scrapes.
-
-    Attributes:
-        seconds: between them. Counts after a restart are divided by the whole of it.
-        restarted: the counts began anew in between, and `counts` are those since then.
+    Raises:
+        SettingsError, ScrapeError, BackendError: see `graphcap.scrape.scrape`.
+        InputError: the server has counted no decode step of graphcap's.
     """
-
-    counts: Counts
-    seconds: float
-    restarted: bool = False
+    full = metrics_url(url)
+    return _of_metrics(fetch(full, timeout=_SECONDS), full)
 
 
-def read(samples: Iterable[Sample], at: float) -> Reading:
-    """Take graphcap's samples out of a scrape. Without any there are no engines."""
-    series: dict[str, dict[int, list[Sample]]] = {}
-    starts = []
-    for sample in samples:
-        if sample.name == "process_start_time_seconds":
-            starts.append(sample.value)
-        rank = sample.labels.get("rank", "")
-        if sample.name.startswith(_PREFIX) and "engine" in sample.labels and rank.isdigit():
-            ranks = series.setdefault(_name(sample.labels), {})
-            ranks.setdefault(int(rank), []).append(sample)
-    engines = {
-        name: _engine(series[name])
-        for name in sorted(series, key=lambda name: (len(name), name))  # 2 before 10
-    }
-    return Reading(engines, at, starts[0] if len(starts) == 1 else None)
+def read_report(path: Path, *, needs_batches: bool = True) -> Traffic:
+    """Read a report: what ``GRAPHCAP_REPORT`` names, or what ``graphcap decode --json`` printed.
 
+    Args:
+        needs_batches: False: only what buckets cost is wanted; counts may be empty.
 
-def spans(earlier: Reading | None, later: Reading) -> dict[str, Span]:
-    """Engine -> what it did between two scrapes; engines that the earlier one lacks are left out."""
-    found = {}
-    for name, engine in later.engines.items():
-        before = None if earlier is None else earlier.engines.get(name)
-        if earlier is None or before is None or before.rank != engine.rank:
-            continue
-        is_same_process = earlier.started == later.started
-        change = engine.counts.since(before.counts) if is_same_process else None
-        counts = engine.counts if change is None else change
-        found[name] = Span(counts, later.at - earlier.at, restarted=change is None)
-    return found
-
-
-def _name(labels: Mapping[str, str]) -> str:
-    others = sorted(set(labels) - _LABELS - {"engine"})
-    return " ".join([labels["engine"], *(f"{label}={labels[label]}" for label in others)])
-
-
-def _engine(ranks: Mapping[int, list[Sample]]) -> Engine:
-    rank = min(ranks)
-    single: dict[str, float] = {}
-    labelled: dict[str, dict[str, float]] = {}
-    for sample in ranks[rank]:
-        name = sample.name[len(_PREFIX) :]
-        bucket, reason = sample.labels.get("bucket"), sample.labels.get("reason")
-        if reason is not None:
-            labelled.setdefault(name, {})[reason] = sample.value
-        elif bucket is None:
-            single[name] = sample.value
-        elif bucket.isdigit():
-            labelled.setdefault(name, {})[bucket] = sample.value
-    counts = Counts(
-        steps=single.get("batch_rows_count", 0),
-        rows=single.get("batch_rows_sum", 0),
-        replays=single.get("replays_total", 0),
-        padding_rows=single.get("padding_rows_total", 0),
-        mixed_padding=single.get("mixed_padding_tokens_total", 0),
-        buckets=labelled.get("bucket_replays_total", {}),
-        mixed=labelled.get("mixed_replays_total", {}),
-        fallbacks=labelled.get("fallbacks_total", {}),
+    Raises:
+        InputError: not a report, or one without the batches that were served.
+    """
+    plain = _json(_text_of(path), path)
+    managers = plain.get("managers") if isinstance(plain, dict) else None
+    report = managers.get("decode") if isinstance(managers, dict) else plain
+    buckets = report.get("buckets") if isinstance(report, dict) else None
+    if (
+        not isinstance(report, dict)
+        or not isinstance(buckets, list)
+        or not all(isinstance(bucket, dict) and _is_size(bucket.get("size")) for bucket in buckets)
+    ):
+        raise InputError(
+            f"{path} is not a report: expected the file that GRAPHCAP_REPORT named, or the output of "
+            f"graphcap decode --json; for batch sizes alone use --histogram"
+        )
+    served = plain.get("served") or {}
+    batches = served.get("batches") if isinstance(served, dict) else None
+    if not batches and needs_batches:
+        raise InputError(
+            f"{path} tells of no decode step: a report has them from when the process ended in good "
+            f"order; while a server runs use --from-metrics URL, and with --costs {path} "
+            f"what this report measured"
+        )
+    ladder = [*(bucket["size"] for bucket in buckets), *_sizes_without_recording(plain, report)]
+    return Traffic(
+        _counts(batches or {}, str(path)),
+        str(path),
+        max(ladder, default=None),
+        {b["size"]: b["replay_ms"] for b in buckets if _is_number(b.get("replay_ms"))},
+        {b["size"]: mib for b in buckets if (mib := _mib(b)) is not None},
     )
-    gauges = (single.get(name) for name in ("capture_seconds", "graph_bytes", "pool_bytes"))
-    return Engine(rank, len(ranks), counts, *gauges)
+
+
+def _sizes_without_recording(plain: Mapping[str, Any], report: Mapping[str, Any]) -> list[int]:
+    failures, choice = report.get("failures"), plain.get("choice")
+    failed = failures if isinstance(failures, dict) else {}
+    chosen = choice.get("decode", []) if isinstance(choice, dict) else []
+    return [*map(int, filter(str.isdigit, failed)), *filter(_is_size, chosen)]
+
+
+def _mib(bucket: Mapping[str, Any]) -> float | None:
+    if _is_number(bucket.get("mib")):
+        return float(bucket["mib"])
+    return bucket["nbytes"] / 2**20 if _is_number(bucket.get("nbytes")) else None
+
+
+def _of_metrics(text: str, source: str) -> Traffic:
+    series = traffic_series(parse(text, source))
+    if not series.batches:
+        has_vllm = "vllm:" in text
+        raise InputError(
+            f"{source} has no graphcap_batches_total, the decode steps by their number of rows; "
+            + (
+                "vLLM's own metrics do not tell them (vllm:iteration_tokens_total counts the tokens of "
+                "prompts too, in steps of powers of two): run the server with GRAPHCAP=1 and serve "
+                "some traffic"
+                if has_vllm
+                else "give the /metrics of a vLLM server that runs with GRAPHCAP=1 and has served"
+            )
+        )
+    return Traffic(
+        _counts(series.batches, source),
+        source,
+        max({*series.bucket_bytes, *series.bucket_seconds}, default=None),
+        {size: seconds * 1e3 for size, seconds in series.bucket_seconds.items()},
+        {size: nbytes / 2**20 for size, nbytes in series.bucket_bytes.items()},
+    )
+
+
+def _of_csv(lines: Iterable[str], path: Path) -> dict[int, int]:
+    counts: Counter[int] = Counter()
+    first = True
+    for number, row in enumerate(csv.reader(lines), 1):
+        cells = [cell.strip() for cell in row]
+        if not any(cells) or cells[0].startswith("#"):
+            continue
+        is_header = first and [cell.lower() for cell in cells[:2]] == ["batch", "count"]
+        first = False
+        if is_header:
+            continue
+        if len(cells) != 2 or not all(map(_is_count, cells)):
+            raise InputError(
+                f"{path}, line {number}: expected batch,count such as 8,1200, found "
+                f"{','.join(row)[:80]!r}; correct or remove that line"
+            )
+        counts[int(cells[0])] += int(cells[1])
+    check_counts(counts)
+    return _not_empty(counts, str(path))
+
+
+def _counts(plain: Any, source: str) -> dict[int, int]:
+    """The counts in what a JSON file holds, keys as text or pairs."""
+    if isinstance(plain, dict) and "batches" in plain:
+        plain = plain["batches"]
+    pairs = list(plain.items()) if isinstance(plain, Mapping) else plain
+    counts: Counter[int] = Counter()
+    for pair in pairs if isinstance(pairs, list) else [pairs]:
+        good = isinstance(pair, (list, tuple)) and len(pair) == 2
+        if not good or not all(_is_count(str(part)) for part in pair):
+            raise InputError(
+                f'{source}: expected batch sizes and counts such as {{"1": 90, "4": 10}}, '
+                f"found {str(pair)[:80]}"
+            )
+        counts[int(pair[0])] += int(pair[1])
+    check_counts(counts)
+    return dict(counts)
+
+
+def _not_empty(counts: Mapping[int, int], source: str) -> dict[int, int]:
+    if not counts:
+        raise InputError(f"{source} is empty: expected lines batch,count such as 8,1200")
+    return dict(counts)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte-order mark
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not text: {error}") from error
+
+
+def _json(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

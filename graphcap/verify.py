@@ -12,7 +12,9 @@ from graphcap.checks import Difference, compare, first_difference
 from graphcap.errors import VerificationError
 from graphcap.inputs import Inputs
 from graphcap.pool import BufferPool
-from graphcap.recorders.base import BoundStep, Recording, autocast_casts_not_kept
+from graphcap.recorders.base import BoundStep, Loop, Recording, autocast_casts_not_kept
+from graphcap.ring import RingBuffer
+from graphcap.timing import least_ms
 
 Example = Callable[[int, torch.Generator], Mapping[str, torch.Tensor]]
 """Given a number of rows and a seeded CPU generator: a realistic batch with every slot."""
@@ -29,6 +31,7 @@ class Verifier:
         state: tensors that the step changes and that running twice would change twice, and its own
             random generators.
         rows_mix: the rows of the step depend on each other on purpose, and so on padding.
+        ring: what steps write their outputs into, if they do.
     """
 
     def __init__(
@@ -38,12 +41,15 @@ class Verifier:
         example: Example | None,
         state: Sequence[torch.Tensor | torch.Generator],
         rows_mix: bool = False,
+        ring: RingBuffer | None = None,
     ) -> None:
         self._rows_mix = rows_mix
+        self._ring = ring
         self._inputs = inputs
         self._pool = pool
         self._example = example
         self._state = tuple(item for item in state if isinstance(item, torch.Tensor))
+        self._saved = (*self._state, *(() if ring is None else ring.tensors))
         self._generators = tuple(item for item in state if isinstance(item, torch.Generator))
         self._generator = torch.Generator("cpu").manual_seed(20240917)
         self.notes: list[str] = []
@@ -109,14 +115,76 @@ class Verifier:
                 for output, contents in zip(own, before, strict=True):
                     output.copy_(contents)
 
+    def time(self, recording: Recording, size: int) -> float:
+        """The least time in ms of a few replays of a fresh batch of `size` rows.
+
+        Each starts from the same slots, state and generators, so that a step that advances its own
+        inputs does not walk out of its cache.
+        """
+        batch = self._draw(size)
+        self._inputs.load(batch, self._inputs.check(batch, size))
+        before = self._save()
+        try:
+            return least_ms(
+                recording.replay, self._inputs.device, before=lambda: self._restore(before)
+            )
+        finally:
+            self._restore(before)
+
     def check_live(self, recording: Recording, eager: BoundStep, size: int) -> float:
         """Replay on what the slots hold now and compare with `eager`; keeps what the replay did."""
         return self._compare(recording, eager, size)
 
+    def check_loop(self, recording: Recording, loop: Loop, size: int) -> None:
+        """Hold a loop against replays one by one, on a fresh batch without padding.
+
+        Raises:
+            VerificationError: it does something else, or the step draws random numbers: each replay
+                gets new ones from the host, the runs of a loop would get the same.
+        """
+        ring = self._ring
+        assert ring is not None
+        batch = self._draw(size)
+        self._inputs.load(batch, self._inputs.check(batch, size))
+        steps = min(3, ring.ring.length)
+        ring.anew()
+        ring.begin(steps, size)
+        before = self._save()
+        for _ in range(steps):
+            recording.replay()
+        replayed = self._outcome(recording, size)
+        if self._drew_since(before):
+            raise VerificationError(
+                f"bucket {size}: the step draws random numbers, which the host renews at each replay "
+                f"and a loop on the device would repeat"
+            )
+        self._restore(before)
+        loop.launch()
+        missing = int(ring.left)
+        if not 0 <= missing < steps or (missing and bool(ring.live[:size].any())):
+            raise VerificationError(
+                f"bucket {size}: a loop of {steps} steps ended with {missing} left and "
+                f"{int(ring.live[:size].sum())} live rows"
+            )
+        for _ in range(missing):  # it stopped early, rightly
+            recording.replay()
+        compare(self._outcome(recording, size), replayed, f"bucket {size} as a loop")
+
+    def _outcome(self, recording: Recording, rows: int) -> dict[str, torch.Tensor]:
+        return {n: t[:rows].clone() for n, t in recording.outputs.items()} | self._changed(rows)
+
+    def _drew_since(self, saved: tuple[Any, ...]) -> bool:
+        _, _, *random_before = saved
+        _, _, *random_now = self._save()
+        return any(
+            not torch.equal(one, other)
+            for one, other in zip(_flat(random_before), _flat(random_now), strict=True)
+        )
+
     @property
-    def state(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of `state`."""
-        return self._state
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What a step touches besides slots and what it names: `state`, and the ring."""
+        return (*self._state, *(() if self._ring is None else self._ring.owned))
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
@@ -193,7 +261,8 @@ class Verifier:
         """Copies of what a step changes besides its outputs."""
         slots = {f"slot {name}": self._inputs[name][:rows].clone() for name in self._inputs.slots}
         state = {f"state {i}": t.clone().reshape(-1) for i, t in enumerate(self._state)}
-        return slots | state
+        ring = {} if self._ring is None else self._ring.contents(rows)
+        return slots | state | {name: tensor.clone() for name, tensor in ring.items()}
 
     def _draw(self, rows: int) -> Mapping[str, torch.Tensor]:
         if self._example is not None:
@@ -216,7 +285,7 @@ class Verifier:
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return (
             self._inputs.snapshot(),
-            [tensor.clone() for tensor in self._state],
+            [tensor.clone() for tensor in self._saved],
             [generator.get_state() for generator in self._generators],
             torch.get_rng_state(),
             on_device,
@@ -228,11 +297,16 @@ class Verifier:
             generator.set_state(value)
         self._inputs.restore(slots)
         with torch.inference_mode():
-            for tensor, value in zip(self._state, state, strict=True):
+            for tensor, value in zip(self._saved, state, strict=True):
                 tensor.copy_(value)
         torch.set_rng_state(on_host)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, self._inputs.device)
+
+
+def _flat(states: list[Any]) -> list[torch.Tensor]:
+    flat = [s for item in states for s in (item if isinstance(item, list) else [item])]
+    return [state for state in flat if state is not None]
 
 
 def _is_integer(dtype: torch.dtype) -> bool:

@@ -654,9 +654,8 @@ def test_verified_replays_find_a_pool_of_nan():
     recorder = Witness(lambda: manager)
     manager = manager_of(step, pool=pool, recorder=recorder)
     manager.capture()
-    assert (
-        recorder.arena == [True] * 6
-    )  # 1 and 2 of 2 rows, 3 and 4 of 4, and 1 and 3 with other pads
+    # 3 and 4 of 4 rows, and 3 with other pads, then three that are only timed; 1 and 2 of 2 likewise.
+    assert recorder.arena == ([True] * 3 + [False] * 3) * 2
     assert manager.stats().failures == {}
 
 
@@ -691,7 +690,7 @@ def test_example_varies_what_cannot_be_drawn():
         slots={"ids": Slot((), torch.int64)},
         example=example,
     )
-    assert asked == [3, 4, 1, 2]
+    assert asked == [3, 4, 4, 1, 2, 2]  # fewest and all rows of a bucket, then all to be timed
     assert manager.run({"ids": torch.tensor([7, 3])})["y"].tolist() == [7, 3]
 
 
@@ -1007,3 +1006,107 @@ def test_slots_of_any_dtype_are_verified_and_served(dtype: torch.dtype):
     given = torch.ones(3, 5).to(dtype)
     out = manager.run({"x": given, "other": torch.zeros(3, dtype=torch.int64)})["y"]
     assert (out == 2).all()
+
+
+# -- what plan reads -----------------------------------------------------------------------------
+
+
+def test_batches_are_counted_by_their_rows():
+    manager = captured(fails_at(2, lambda x: x.tolist()))  # 3 and 4 replay, 1, 2 and 5 run eagerly
+    for rows in (3, 1, 3, 5, 4, 2, 3):
+        run(manager, floats(rows))
+    run(manager, floats(4), agreed_batch=4)
+    found = manager.stats()
+    assert found.batches == {1: 1, 2: 1, 3: 3, 4: 2, 5: 1}
+    assert found.steps == sum(found.batches.values())
+    assert found.rows == sum(rows * steps for rows, steps in found.batches.items())
+    assert found.padding_rows == 3
+
+
+def test_report_is_written_again_with_what_was_served(tmp_path: Path):
+    path = tmp_path / "report.json"
+    manager = captured(settings=Settings(report=path))
+    assert "served" not in json.loads(path.read_text())
+    for rows in (1, 2, 3, 9):
+        run(manager, floats(rows))
+    manager.close()
+    read = json.loads(path.read_text())
+    assert read["served"] == {
+        "steps": 4,
+        "batches": {"1": 1, "2": 1, "3": 1, "9": 1},
+        "buckets": [
+            {"size": 2, "replays": 2, "padding_rows": 1},
+            {"size": 4, "replays": 1, "padding_rows": 1},
+        ],
+        "fallbacks": {"above_max_batch": 1},
+    }
+    assert [bucket["size"] for bucket in read["buckets"]] == [2, 4]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
+    path.write_text("newer")
+    manager.close()
+    assert path.read_text() == "newer"
+
+
+def test_a_report_that_cannot_be_written_again_costs_nothing(tmp_path: Path, warnings_logged):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    manager = captured(settings=Settings(report=folder / "report.json"))
+    (folder / "report.json").unlink()
+    folder.rmdir()
+    manager.close()
+    assert manager.state == "closed"
+    assert "was not written" in warnings_logged()[0]
+
+
+def test_replays_are_timed_and_change_nothing():
+    counter = torch.zeros(1)
+    generator = torch.Generator().manual_seed(5)
+
+    def step(inputs: Inputs) -> dict[str, torch.Tensor]:
+        counter.add_(1)
+        inputs["x"].add_(1)
+        return {"y": inputs["x"] * counter}
+
+    manager = manager_of(step, state=[counter, generator])
+    manager.inputs["x"].fill_(7)
+    random, own = torch.get_rng_state(), generator.get_state()
+    report = manager.capture()
+    assert report.failures == {}
+    assert all(bucket.replay_ms > 0 for bucket in report.buckets)
+    assert (manager.inputs["x"] == 7).all()
+    assert counter.item() == 0
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(generator.get_state(), own)
+    assert manager.stats().steps == 0
+    assert manager.stats().input_launches == 0
+
+
+def test_each_timed_replay_starts_from_the_same_inputs():
+    """A step that advances its own inputs must not walk out of what they index."""
+    table = torch.arange(10.0)
+
+    def step(inputs: Inputs) -> dict[str, torch.Tensor]:
+        out = table[inputs["at"]]
+        inputs["at"].add_(1)
+        return {"y": out}
+
+    def last(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"at": torch.full((rows,), 9)}
+
+    manager = captured(step, slots={"at": Slot((), torch.int64)}, example=last)
+    assert manager.stats().failures == {}
+
+
+def test_without_verification_nothing_is_timed():
+    assert [bucket.replay_ms for bucket in captured(settings=OFF).report.buckets] == [None, None]
+
+
+def test_a_longer_step_takes_longer():
+    def step(inputs: Inputs) -> dict[str, torch.Tensor]:
+        wide = inputs["x"]
+        for _ in range(40 if wide.shape[0] == 4 else 1):
+            wide = wide @ torch.eye(WIDTH)
+        return {"y": wide}
+
+    few, many = (bucket.replay_ms for bucket in captured(step).report.buckets)
+    assert many > few

@@ -1,177 +1,221 @@
-"""Readings and what lies between two of them."""
+"""Distributions of batch sizes are read from where they are, and from nothing else."""
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
 
-from graphcap.errors import SettingsError
+from graphcap.errors import InputError, ScrapeError, SettingsError
 from graphcap.hosts.vllm.counters import SharedCounters
-from graphcap.scrape import Sample, metrics_url, parse
-from graphcap.traffic import Counts, Reading, read, spans
-
-BUCKETS = (2, 4, 8)
+from graphcap.hosts.vllm.metrics import GraphcapCollector
+from graphcap.traffic import read_histogram, read_metrics, read_report
 
 
-def bucket_of(rows: int) -> int | None:
-    return next((size for size in BUCKETS if size >= rows), None)
+def write(path: Path, contents: Any) -> Path:
+    path.write_text(contents if isinstance(contents, str) else json.dumps(contents))
+    return path
 
 
-def count(counters: SharedCounters, rows: list[int]) -> None:
-    for number in rows:
-        size = bucket_of(number)
-        if size is None:
-            counters.fallback("above_max_batch", number)
-        else:
-            counters.replay(size, number)
-
-
-def reading(directory: Path, at: float = 0.0) -> Reading:
-    """Through the real page: counters, collector, text, parser."""
-    prometheus = pytest.importorskip("prometheus_client", reason="needs the extra `metrics`")
-    from graphcap.hosts.vllm.metrics import GraphcapCollector
-
-    registry = prometheus.CollectorRegistry()
-    registry.register(GraphcapCollector(directory))
-    return read(parse(prometheus.generate_latest(registry).decode(), "page"), at)
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    def made() -> Iterator[Path]:
-        while True:
-            yield tmp_path_factory.mktemp("counters")
-
-    return made()
-
-
-batches = st.lists(st.integers(1, 12), max_size=30)
-
-
-@given(first=batches, second=batches)
-def test_a_span_is_what_was_counted_in_it(
-    first: list[int], second: list[int], directories: Iterator[Path]
-):
-    directory = next(directories)
-    counters = SharedCounters(engine=3, rank=1, directory=directory)
-    count(counters, first)
-    before = reading(directory, 10.0)
-    count(counters, second)
-    span = spans(before, reading(directory, 14.0))["3"]
-    assert not span.restarted
-    assert span.seconds == 4
-    counts = span.counts
-    replayed = [number for number in second if bucket_of(number)]
-    assert counts.steps == len(second)
-    assert counts.rows == sum(second)
-    assert counts.replays == len(replayed)
-    assert counts.fallbacks.get("above_max_batch", 0) == len(second) - len(replayed)
-    assert counts.hit_rate == (len(replayed) / len(second) if second else None)
-    assert counts.mean_rows == (sum(second) / len(second) if second else None)
-    computed = sum(bucket_of(number) or 0 for number in replayed)
-    padding = computed - sum(replayed)
-    assert counts.padding_share == (padding / computed if computed else None)
-    assert counts.mixed_hit_rate is None
-    for bucket, rate in counts.bucket_hit_rates.items():
-        served = sum(bucket_of(number) == int(bucket) for number in second)
-        assert rate == (served / len(second) if second else 0)
-
-
-def test_the_lowest_rank_stands_for_its_engine(tmp_path: Path):
-    for engine, rank, times in ((0, 2, 5), (0, 1, 4), (10, 0, 2), (2, 0, 1)):
-        count(SharedCounters(engine=engine, rank=rank, directory=tmp_path), [3] * times)
-    found = reading(tmp_path).engines
-    assert {name: (e.rank, e.ranks, e.counts.replays) for name, e in found.items()} == {
-        "0": (1, 2, 4),
-        "2": (0, 1, 1),
-        "10": (0, 1, 2),
-    }
-    assert list(found) == ["0", "2", "10"]
-    assert all(engine.capture_seconds is None for engine in found.values())
-
-
-def at(counts: Counts, seconds: float, started: float | None = None, rank: int = 0) -> Reading:
-    made = read([Sample("graphcap_replays_total", {"engine": "0", "rank": str(rank)}, 0)], seconds)
-    return replace(made, engines={"0": replace(made.engines["0"], counts=counts)}, started=started)
+# -- files ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("earlier", "later"),
+    "contents",
     [
-        (Counts(replays=9), Counts(replays=8)),
-        (Counts(steps=9, fallbacks={"a": 1}), Counts(steps=9, fallbacks={"a": 0})),
-        (Counts(steps=9, fallbacks={"a": 1}), Counts(steps=99, fallbacks={"b": 1})),
-        (Counts(buckets={"4": 2}), Counts(buckets={"8": 5})),
-        (Counts(mixed={"4": 2}), Counts()),
+        "batch,count\n1,90\n4,10\n",
+        "# from Tuesday\n\n Batch , Count \n4,4\n1, 90\n4,6",
+        "1,90\r\n4,10\r\n",
+        "\ufeffbatch,count\r\n1,90\r\n4,10\r\n",  # as spreadsheets write it
+        {"1": 90, "4": 10},
+        {"batches": {"1": 90, "4": 10}},
+        [[1, 90], [4, 10]],
+        {"batches": [[4, 10], [1, 90]]},
     ],
 )
-def test_what_shrank_has_begun_anew(earlier: Counts, later: Counts):
-    span = spans(at(earlier, 1), at(later, 3))["0"]
-    assert span.restarted
-    assert span.counts == later
-    assert span.seconds == 2
-
-
-def test_a_new_process_has_begun_anew_though_its_counts_are_larger():
-    span = spans(at(Counts(steps=2), 1, started=100), at(Counts(steps=50), 3, started=102))["0"]
-    assert span.restarted
-    assert span.counts.steps == 50
-
-
-def test_what_cannot_be_compared_is_left_out():
-    later = at(Counts(steps=5), 3)
-    assert spans(None, later) == {}
-    assert spans(replace(later, engines={}), later) == {}
-    assert spans(at(Counts(steps=5), 1, rank=1), later) == {}
-
-
-def test_servers_on_one_page_are_told_apart():
-    samples = [
-        Sample("graphcap_replays_total", {"engine": "0", "rank": "0", "instance": host}, value)
-        for host, value in (("a:8000", 3), ("b:8000", 4))
-    ]
-    found = read([*samples, Sample("process_start_time_seconds", {}, 7)], 0)
-    assert {name: engine.counts.replays for name, engine in found.engines.items()} == {
-        "0 instance=a:8000": 3,
-        "0 instance=b:8000": 4,
-    }
-    assert found.started == 7
-
-
-def test_samples_of_others_are_left_out():
-    labels = {"engine": "0", "rank": "0"}
-    samples = [
-        Sample("vllm:num_requests_running", labels, 1),
-        Sample("graphcap_replays_total", {"engine": "0"}, 1),
-        Sample("graphcap_replays_total", {"engine": "0", "rank": "first"}, 1),
-    ]
-    assert read(samples, 0).engines == {}
-    odd = Sample("graphcap_bucket_replays_total", {**labels, "bucket": "large"}, 1)
-    assert read([odd], 0).engines["0"].counts == Counts()
+def test_formats_of_a_histogram(tmp_path: Path, contents: Any):
+    traffic = read_histogram(write(tmp_path / "file", contents))
+    assert traffic.counts == {1: 90, 4: 10}
+    assert traffic.source == str(tmp_path / "file")
+    assert traffic.max_batch is None
 
 
 @pytest.mark.parametrize(
-    ("text", "url"),
+    ("contents", "message"),
     [
-        ("localhost:8000", "http://localhost:8000/metrics"),
-        ("http://host", "http://host/metrics"),
-        ("http://host/", "http://host/metrics"),
-        ("https://host/metrics", "https://host/metrics"),
-        ("http://host/metrics/", "http://host/metrics"),
-        ("http://host/base?key=1#x", "http://host/base/metrics?key=1"),
-        ("http://[::1]:80", "http://[::1]:80/metrics"),
+        ("", "is empty: expected lines batch,count"),
+        ("batch,count\n", "is empty"),
+        ("1,90\n4;10\n", "line 2: expected batch,count such as 8,1200, found '4;10'"),
+        ("1,90\n4,1e3\n", "line 2"),
+        ("1,-90\n", "line 1"),
+        ("1,90\nbatch,count\n", "line 2"),
+        ("0,90\n", "batch size: expected an integer of at least 1, found 0"),
+        ('{"1": ', "is not JSON"),
+        ({"1": 0.5}, "expected batch sizes and counts"),
+        ({"batches": 5}, "expected batch sizes and counts"),
+        ([[1, 2, 3]], r"found \[1, 2, 3\]"),
+        ([[True, 2]], "expected batch sizes and counts"),
     ],
 )
-def test_addresses(text: str, url: str):
-    assert metrics_url(text) == url
+def test_what_is_no_histogram(tmp_path: Path, contents: Any, message: str):
+    with pytest.raises(InputError, match=message):
+        read_histogram(write(tmp_path / "file", contents))
 
 
-@pytest.mark.parametrize("text", ["", "ftp://h", "http://h:x", "http://h h", "http://h:99999"])
-def test_no_addresses(text: str):
-    with pytest.raises(SettingsError, match="expected the address of a server"):
-        metrics_url(text)
+def test_files_that_cannot_be_read(tmp_path: Path):
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        read_histogram(tmp_path / "none")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe1,2")
+    with pytest.raises(InputError, match="is not text"):
+        read_histogram(tmp_path / "bytes")
+
+
+# -- metrics -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> str:
+    """What the plugin's own collector shows of two engines with two ranks each."""
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    for engine in (0, 1):
+        for rank in (0, 1):
+            counters = SharedCounters(engine=engine, rank=rank, directory=folder)
+            counters.captured(
+                seconds=1,
+                graph_bytes=5,
+                pool_bytes=6,
+                bucket_bytes={8: 2**20, 16: 3 * 2**20},
+                bucket_ms={8: 4.5 + engine, 16: 6.0},
+            )
+            for _ in range(3 + engine):
+                counters.replay(8, 5)
+            counters.fallback("above_max_batch", 20)
+            counters.fallback("mixed_above_max_tokens")
+            counters.mixed(64, 60)
+    registry = CollectorRegistry()
+    registry.register(GraphcapCollector(folder))
+    return generate_latest(registry).decode()
+
+
+@pytest.fixture
+def served(page: str) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_metrics_of_several_engines_and_ranks(page: str, tmp_path: Path):
+    traffic = read_histogram(write(tmp_path / "metrics.txt", page))
+    assert traffic.counts == {5: 3 + 4, 20: 2}
+    assert traffic.max_batch == 16
+    assert traffic.ms == {8: pytest.approx(4.5), 16: pytest.approx(6.0)}
+    assert traffic.mib == {8: 1.0, 16: 3.0}
+
+
+@pytest.mark.parametrize("form", ["http://{}/metrics", "http://{}", "http://{}/", "{}"])
+def test_metrics_of_a_running_server(served: str, form: str):
+    traffic = read_metrics(form.format(served))
+    assert traffic.counts == {5: 7, 20: 2}
+    assert traffic.source == f"http://{served}/metrics"
+
+
+def test_of_several_ranks_the_lowest_that_tells_counts(tmp_path: Path):
+    lines = [
+        f'graphcap_batches_total{{engine="{engine}",rank="{rank}",rows="4"}} {value}'
+        for engine, rank, value in ((0, 3, "7.0"), (0, 12, "8.0"), (10, 0, "1e+02"), (2, 0, "NaN"))
+    ]
+    noise = 'graphcap_batches_total{engine="x",rank="0",rows="4"} 9\nother{a="b\\"}"} 1\n'
+    path = write(tmp_path / "m", noise + "\n".join(lines))
+    assert read_histogram(path).counts == {4: 107}
+
+
+def test_addresses_where_nothing_answers(served: str):
+    with pytest.raises(ScrapeError, match=r"127.0.0.1:9/metrics is not reachable \(.*refused"):
+        read_metrics("127.0.0.1:9")
+    with pytest.raises(ScrapeError, match=r"/elsewhere/metrics answers 404"):
+        read_metrics(f"http://{served}/elsewhere")
+    for url in ("ftp://host/metrics", "http://", "file:///etc/passwd"):
+        with pytest.raises(SettingsError, match="expected the address of a server"):
+            read_metrics(url)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '# HELP x y\nvllm:iteration_tokens_total_bucket{le="8"} 4\n',
+            "run the server with GRAPHCAP=1",
+        ),
+        ("# HELP x y\n", "give the /metrics of a vLLM server that runs with GRAPHCAP=1"),
+    ],
+)
+def test_metrics_without_batches(tmp_path: Path, text: str, message: str):
+    with pytest.raises(InputError, match=f"has no graphcap_batches_total.*{message}"):
+        read_histogram(write(tmp_path / "m", text))
+
+
+# -- reports -------------------------------------------------------------------------------------
+
+BUCKETS = [
+    {"size": 2, "nbytes": 2**20, "replay_ms": 1.5},
+    {"size": 4, "nbytes": 2**21, "replay_ms": None},
+]
+SERVED = {"batches": {"1": 5, "2": 7}}
+
+
+@pytest.mark.parametrize(
+    ("report", "max_batch"),
+    [
+        ({"buckets": BUCKETS, "failures": {"8": "why"}, "served": SERVED}, 8),
+        (
+            {
+                "managers": {"decode": {"buckets": BUCKETS}, "mixed": {"buckets": []}},
+                "choice": {"decode": [2, 4, 6]},
+                "served": SERVED,
+            },
+            6,
+        ),
+    ],
+)
+def test_reports(tmp_path: Path, report: dict[str, Any], max_batch: int):
+    traffic = read_report(write(tmp_path / "r.json", report))
+    assert traffic.counts == {1: 5, 2: 7}
+    assert traffic.max_batch == max_batch
+    assert traffic.ms == {2: 1.5}
+    assert traffic.mib == {2: 1.0, 4: 2.0}
+
+
+@pytest.mark.parametrize("served", [None, {}, {"batches": {}}])
+def test_a_report_of_the_start_has_costs_but_no_batches(tmp_path: Path, served: Any):
+    path = write(tmp_path / "r.json", {"buckets": BUCKETS, "served": served})
+    with pytest.raises(InputError, match=r"tells of no decode step.*use --from-metrics URL"):
+        read_report(path)
+    assert read_report(path, needs_batches=False).ms == {2: 1.5}
+
+
+@pytest.mark.parametrize(
+    "contents", [[], 5, {"a": 1}, {"buckets": [1, 2]}, {"managers": {}}, {"buckets": [{"size": 0}]}]
+)
+def test_what_is_no_report(tmp_path: Path, contents: Any):
+    with pytest.raises(InputError, match="is not a report: expected the file that GRAPHCAP_REPORT"):
+        read_report(write(tmp_path / "r.json", contents))

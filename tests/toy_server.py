@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry, start_http_server
 
+from graphcap.hosts.vllm import ranks
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.counters import share_directory
 from graphcap.hosts.vllm.engine import DECODE, HIDDEN, MIXED, EngineCapture
 from graphcap.hosts.vllm.metrics import GraphcapCollector
 from graphcap.pool import BufferPool
 from graphcap.settings import Settings
+
+ranks._group = lambda: None  # here is no vLLM to ask, and each worker is alone
 
 VOCABULARY, WIDTH = 32, 8
 LADDERS = {DECODE: (1, 2, 4, 6), MIXED: (8, 16)}

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from graphcap.analysis import ANALYSIS, ANALYSIS_ALLOCATIONS, ANALYSIS_LAYERS, ANALYSIS_TOTAL
 from graphcap.cli.options import (
     add_model,
     chosen_dtype,
@@ -20,7 +21,7 @@ from graphcap.cli.options import (
 if TYPE_CHECKING:
     import torch
 
-    from graphcap.census import Census
+    from graphcap.census import Census, CensusRow
     from graphcap.decode.kernels import DecodeKernels
     from graphcap.decode.shapes import ModelShape
     from graphcap.decode.weights import ModelWeights
@@ -47,25 +48,6 @@ ROWS = (
     "copies",
 )
 """The rows of the table, in the order of a step. Rows that a step does not have count 0."""
-
-ANALYSIS = {
-    "fused_moe w1": 64,
-    "silu_and_mul": 64,
-    "fused_moe w2": 64,
-    "topk_softmax": 64,
-    "moe_align_block_size": 64,
-    "merge": 64,
-    "attention": 1,
-    "rms_norm": 128,
-    "fused_add_rms_norm": 64,
-    "rotary_embedding": 64,
-}
-"""Launches of one step in the analysis of Qwen3.6-35B-A3B under vLLM with ixformer that started this
-project (shape ``seed-64``). It counts attention once a step, not once a layer, and no projections."""
-
-ANALYSIS_TOTAL = 641
-ANALYSIS_ALLOCATIONS = 192
-"""Three torch.empty calls in each of 64 layers; same source."""
 
 _CONTEXT = 256
 
@@ -101,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
             if device.type == "cuda"
             else None
         )
-    is_analysed = shape.name == "seed-64" and shape.num_layers == 64
+    is_analysed = shape.name == "seed-64" and shape.num_layers == ANALYSIS_LAYERS
     census = recorded or counted
     result = {
         "shape": shape.name,
@@ -127,17 +109,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(census: Census, is_analysed: bool) -> list[dict[str, Any]]:
-    found = {row.operation: row for row in census.rows}
+    found: dict[str, list[CensusRow]] = {}
+    for row in census.rows:  # an operation may run on several kernels (a merge, and an add to it)
+        found.setdefault(row.operation, []).append(row)
     extra = [name for name in found if name not in ROWS]
     rows = []
     for name in (*ROWS, *extra):
-        row = found.get(name)
+        parts = found.get(name, [])
         rows.append(
             {
                 "operation": name,
-                "count": row.count if row else 0,
-                "implementation": row.implementation if row else "none",
-                "nodes": row.nodes if row else (None if census.nodes is None else 0),
+                "count": sum(part.count for part in parts),
+                "implementation": " + ".join(part.implementation for part in parts) or "none",
+                "nodes": None if census.nodes is None else sum(part.nodes or 0 for part in parts),
                 "analysis_count": ANALYSIS.get(name) if is_analysed else None,
             }
         )
@@ -169,9 +153,10 @@ def _count_on_meta(
     )
     pool = BufferPool(meta)
     step = DecodeStep(weights, cache, kernels, pool)
-    inputs = StaticInputs(
-        batch, decode_slots(cache.blocks_per_sequence, cache.format.slot_dtype), meta
+    slots = decode_slots(
+        cache.blocks_per_sequence, cache.format.slot_dtype, states=cache.states is not None
     )
+    inputs = StaticInputs(batch, slots, meta)
 
     def padded() -> Any:
         inputs.restore_pads()
@@ -210,26 +195,26 @@ def _capture(
 def _shared_layers(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> ModelWeights:
     from graphcap.decode.random_weights import random_weights
 
-    kinds = sorted({shape.is_sparse(layer) for layer in range(shape.num_layers)})
-    first_of = {
-        kind: next(i for i in range(shape.num_layers) if shape.is_sparse(i) == kind)
-        for kind in kinds
-    }
+    def kind_of(layer: int) -> tuple[bool, bool]:
+        return shape.is_sparse(layer), shape.is_linear(layer)
+
+    first_of = {kind_of(layer): layer for layer in reversed(range(shape.num_layers))}
     drawn = {
         kind: random_weights(
             replace(
                 shape,
                 num_layers=1,
-                mlp_only_layers=() if kind else (0,),
+                mlp_only_layers=() if kind[0] else (0,),
                 decoder_sparse_step=1,
+                linear_layers=(0,) if kind[1] else (),
             ),
             device=device,
             dtype=dtype,
-            seed=first_of[kind],
+            seed=first,
         )
-        for kind in kinds
+        for kind, first in first_of.items()
     }
-    weights = drawn[kinds[0]]
+    weights = drawn[kind_of(0)]
     weights.shape = shape
-    weights.layers = [drawn[shape.is_sparse(layer)].layers[0] for layer in range(shape.num_layers)]
+    weights.layers = [drawn[kind_of(layer)].layers[0] for layer in range(shape.num_layers)]
     return weights

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _TURNS = 3
 _SMALL_BYTES = 64 * 2**20
+_COUNTED = (
+    3  # tokens for which there is room at least: what counts and times single steps needs them
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Measured:
     """Figures of one way to decode, per token. None: this device cannot give it."""
 
     operations_per_token: int | None
-    launches_per_token: int | None
+    launches_per_token: float | None
     allocations_per_token: int
     host_us_per_token: float | None
     ms_per_token: float | None
@@ -65,6 +68,13 @@ def add_to(commands: Any) -> None:
         metavar="1,2,3",
         help="token ids of a prompt, once per sequence (default: drawn from the seed)",
     )
+    parser.add_argument(
+        "--tokens-per-launch",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="tokens that one call decodes, in one graph launch where driver and torch allow (default 1)",
+    )
     parser.add_argument("--recorder", choices=("auto", "cuda", "tape"))
     parser.add_argument(
         "--schedule",
@@ -74,19 +84,30 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--buckets", metavar="1,2,4", help="bucket sizes (default: auto)")
     parser.add_argument("--seed", type=seed, default=0, metavar="N")
+    parser.add_argument(
+        "--timeline",
+        action="store_true",
+        help="with --json: also run one step each way under the profiler, for graphcap report",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     import torch
 
+    from graphcap.cli.timelines import timelines
     from graphcap.decode.cache import PagedCache
     from graphcap.decode.decoder import Decoder, EagerDecoder
     from graphcap.decode.fused_layer import check_schedule
     from graphcap.decode.kernels import decode_kernels
     from graphcap.moe.kernels import choose_backend
     from graphcap.moe.ranges import nvtx_ranges
+    from graphcap.report import versions
 
+    if options.timeline and not options.json:
+        raise SettingsError(
+            "--timeline is part of the JSON: add --json, and draw it by graphcap report"
+        )
     settings = settings_with(recorder=options.recorder, buckets=options.buckets)
     device = default_device()
     backend = choose_backend(settings.kernels, device)
@@ -101,6 +122,7 @@ def run(options: argparse.Namespace) -> int:
             f"and {shape.name} was made for {shape.max_position_embeddings} positions; "
             f"ask for fewer tokens"
         )
+    room = longest + max(0, _COUNTED - options.tokens)
     weights = _weights(options, device)
     _share_cores(weights)
     sequences = max(options.max_batch, len(prompts))
@@ -110,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
         PagedCache(
             weights.shape,
             num_sequences=len(prompts),
-            max_context=longest,
+            max_context=room,
             device=device,
             dtype=weights.dtype,
             format=kernels.cache_format,
@@ -125,10 +147,11 @@ def run(options: argparse.Namespace) -> int:
         weights,
         kernels,
         max_batch=options.max_batch,
-        max_context=longest,
+        max_context=room,
         num_sequences=sequences,
         settings=settings,
         schedule=options.schedule,
+        tokens_per_launch=options.tokens_per_launch,
     )
     try:
         with progress_bar("capturing") as progress:
@@ -150,6 +173,7 @@ def run(options: argparse.Namespace) -> int:
         result = {
             "shape": weights.shape.name,
             "layers": weights.shape.num_layers,
+            "left_out": dict(weights.left_out),
             "dtype": str(weights.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "recorder": decoder.manager.recorder.name,
@@ -163,6 +187,8 @@ def run(options: argparse.Namespace) -> int:
             "max_batch": options.max_batch,
             "bucket": decoder.manager.ladder.bucket_for(len(prompts)),
             "tokens": options.tokens,
+            "tokens_per_launch": options.tokens_per_launch,
+            "notes": list(decoder.manager.report.notes),
             "prompt_ids": prompts,
             "eager": eager_figures,
             "replay": replay_figures,
@@ -173,8 +199,14 @@ def run(options: argparse.Namespace) -> int:
             "buckets": _buckets(decoder, served),
             "pool_mib": decoder.pool.nbytes / 2**20,
             "pool_lower_bound_mib": decoder.pool.plan.lower_bound / 2**20,
+            "pool_layout": asdict(decoder.pool.layout),
+            "capture_seconds": decoder.manager.report.seconds,
+            "census": _census(decoder, len(prompts)),
             "fallbacks": dict(served.fallbacks),
+            "served": served.served(),
             "failures": {str(k): v for k, v in served.failures.items()},
+            "timeline": timelines(eager, decoder, prompts) if options.timeline else None,
+            "versions": versions(),
         }
     finally:
         decoder.close()
@@ -285,25 +317,37 @@ def _replay_figures(
     manager, device = decoder.manager, decoder.weights.device
     laid = Prompts(prompts, 2, decoder.cache, decoder.weights.shape.vocab_size)
     host: float | None = None
-    launches: int | None = None
+    launches: float | None = None
+    at_once = decoder.tokens_per_launch
+
+    def call() -> object:
+        return manager.run() if at_once == 1 else manager.run_many(at_once)
+
     try:
         for batch in laid.batches():
             manager.run(batch)
         before, requests = manager.stats(), decoder.pool.allocations
         if device.type == "cuda":
             # Before the profiler, which stays attached and makes every later launch slower.
-            host = host_times(manager.run, device).queued
-            seen = activity(manager.run, device)
-            launches, allocations = seen.launches, seen.allocations
+            host = host_times(call, device).queued / at_once
+            seen = activity(call, device)
+            # A loop is launched by the driver itself, which the profiler may not report.
+            unseen = manager.loops(manager.ladder.bucket_for(len(prompts)) or 0) and not any(
+                "GraphLaunch" in name for name in seen.calls
+            )
+            launches = _each(seen.launches + unseen, at_once)
+            allocations = seen.allocations
         else:
-            manager.run()
+            call()
             after = manager.stats()
             allocations = decoder.pool.allocations - requests
             if after.replays > before.replays:
                 bucket = manager.ladder.bucket_for(len(prompts))
                 assert bucket is not None
-                launches = after.replays - before.replays
-                launches += after.input_launches - before.input_launches
+                # Steps on the tape are enqueued one by one, whatever the number of calls.
+                made = after.replays - before.replays
+                made += after.input_launches - before.input_launches
+                launches = _each(made, at_once)
                 allocations += manager.recording(bucket).census().allocations
     finally:
         laid.close()
@@ -312,18 +356,34 @@ def _replay_figures(
     return figures
 
 
+def _each(count: int, tokens: int) -> float:
+    """`count` of so many tokens, for each of them; an integer where it is whole."""
+    return count // tokens if count % tokens == 0 else count / tokens
+
+
 def _buckets(decoder: Decoder, served: ManagerStats) -> list[dict[str, Any]]:
-    replays = {bucket.size: bucket.replays for bucket in served.buckets}
+    counts = {bucket.size: bucket for bucket in served.buckets}
     return [
         {
             "size": bucket.size,
             "nodes": bucket.nodes,
             "mib": bucket.nbytes / 2**20,
             "capture_ms": bucket.capture_ms,
-            "replays": replays[bucket.size],
+            "replay_ms": bucket.replay_ms,
+            "replays": counts[bucket.size].replays,
+            "padding_rows": counts[bucket.size].padding_rows,
+            "largest_difference": bucket.largest_difference,
         }
         for bucket in decoder.manager.report.buckets
     ]
+
+
+def _census(decoder: Decoder, batch: int) -> dict[str, Any] | None:
+    """What one replay launches for this batch; None where no recording serves it."""
+    bucket = decoder.manager.ladder.bucket_for(batch)
+    if bucket is None or not decoder.manager.serves(bucket):
+        return None
+    return decoder.manager.recording(bucket).census().to_json()
 
 
 def _ms(runs: list[Decoded]) -> float | None:

@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
     from graphcap import __version__
     from graphcap.errors import BackendError, SettingsError
     from graphcap.moe.kernels import choose_backend
+    from graphcap.recorders.loop_probe import probe_loops
     from graphcap.recorders.select import probe_capture, select_recorder
     from graphcap.settings import VARIABLES, Settings, misspelt
 
@@ -52,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
         warnings.append("GRAPHCAP=1 has no effect: vLLM is not installed for this Python")
     device = default_device()
     probe = probe_capture(device)
+    loops = probe_loops(device)
     chosen = {"recorder": "none", "kernels": "none"}
     backend = None
     try:
@@ -70,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
             "torch": torch.__version__,
             "device": _device(device),
             "graph capture": f"{'works' if probe.works else 'no'}: {probe.detail}",
+            "many tokens a launch": f"{'works' if loops.works else 'no'}: {loops.detail}",
             **chosen,
             "triton": _version("triton"),
             "cuda-bindings": _version("cuda-bindings", module="cuda"),

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from graphcap.cli.options import SHAPES, positive, print_json
+from graphcap.cli.options import SHAPES, not_empty, positive, print_json
 from graphcap.errors import CheckpointError, InputError
 from graphcap.moe.slow_shapes import (
     BACKENDS,
@@ -31,6 +31,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     asked.add_argument(
         "--shape",
+        type=not_empty,
         metavar="NAME",
         help=f"one of {', '.join(SHAPES)}, a checkpoint folder, or a config.json of any "
         "mixture-of-experts model",
@@ -40,6 +41,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--tp", type=positive, metavar="N", help="tensor-parallel ranks (1)")
     asked.add_argument(
         "--device-name",
+        type=not_empty,
         metavar="CARD",
         help="vllm: a card other than the one here, such as 'NVIDIA H200'",
     )

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from graphcap.cli.options import positive, print_json, progress_bar
+from graphcap.cli.options import not_empty, positive, print_json, progress_bar
 from graphcap.errors import InputError, SettingsError
 
 _GROUP, _NAME = "vllm.general_plugins", "graphcap"
@@ -40,6 +40,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--vllm", action="store_true", help="ask about the vLLM plugin")
     asked.add_argument(
         "--model",
+        type=not_empty,
         metavar="NAME",
         help="with --vllm: what it would choose for this model (a folder, or a name that vLLM knows); "
         "its weights are not read",
@@ -192,9 +193,9 @@ def _let_through(why_not: list[str]) -> str:
 
 def _ask(found: _Found, model: str | None, max_num_seqs: int | None) -> None:
     """Have another process import vLLM and look; fills `found`."""
-    asked = ["--model", model] if model else []
+    asked = [f"--model={model}"] if model else []  # which may begin with a dash
     if max_num_seqs is not None:
-        asked += ["--max-num-seqs", str(max_num_seqs)]
+        asked.append(f"--max-num-seqs={max_num_seqs}")
     with tempfile.TemporaryDirectory(prefix="graphcap-doctor-") as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"
         with log.open("w") as output:

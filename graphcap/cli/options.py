@@ -19,15 +19,22 @@ if TYPE_CHECKING:
     from graphcap.manager import Progress
     from graphcap.settings import Settings
 
-_LARGEST = 1_000_000
+LARGEST = 1_000_000
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-SHAPES = ("tiny", "seed-64", "qwen3-30b-a3b")
+SHAPES = ("tiny", "tiny-hybrid", "seed-64", "qwen3-30b-a3b", "qwen3.6-35b-a3b")
 
 
 def positive(text: str) -> int:
     """An argparse type: an integer of at least 1."""
-    return _bounded(text, 1, _LARGEST)
+    return _bounded(text, 1, LARGEST)
+
+
+def not_empty(text: str) -> str:
+    """An argparse type: any text but an empty one, as of a shell variable that is not set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"expected a name, found {text!r}")
+    return text
 
 
 def seed(text: str) -> int:

@@ -62,6 +62,10 @@ def print_decode(result: Mapping[str, Any]) -> None:
         f"pool {result['pool_mib']:.2f} MiB (lower bound {result['pool_lower_bound_mib']:.2f}), "
         f"kernels: {result['kernels']['backend']}; replays are of all runs, prompts included"
     )
+    if result["tokens_per_launch"] > 1:
+        console.print(f"{result['tokens_per_launch']} tokens by one call")
+    for note in result["notes"]:
+        console.print(escape(note))
     print_kernels(console, result["kernels"]["operations"])
     for reason, steps in result["fallbacks"].items():
         console.print(f"[yellow]{_count(steps, 'step')} ran eagerly: {reason}[/]")

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from typing import Any
 
 from graphcap.errors import ScrapeError
+from graphcap.readings import Counts, Engine, Reading, Span, read, spans
 from graphcap.scrape import fetch, metrics_url, parse
-from graphcap.traffic import Counts, Engine, Reading, Span, read, spans
 
 
 def add_to(commands: Any) -> None:

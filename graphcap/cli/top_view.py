@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from graphcap.traffic import Counts, Engine, Span
+from graphcap.readings import Counts, Engine, Span
 
 if TYPE_CHECKING:
     from graphcap.cli.top import Frame

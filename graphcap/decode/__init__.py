@@ -1,1 +1,1 @@
-"""A complete decode step for Qwen3-MoE checkpoints: shapes, weights and the step itself."""
+"""A complete decode step for Qwen3-MoE, Qwen3-Next and Qwen3.5-MoE: shapes, weights, the step itself."""

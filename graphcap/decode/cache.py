@@ -1,11 +1,12 @@
-"""PagedCache: keys and values of all layers in blocks, and who owns which block."""
+"""PagedCache: keys and values of all attention layers in blocks, and who owns which block."""
 
 from __future__ import annotations
 
 import torch
 
 from graphcap.decode.cache_format import CacheFormat
-from graphcap.decode.shapes import ModelShape
+from graphcap.decode.model_shape import ModelShape
+from graphcap.decode.state_cache import StateCache
 from graphcap.errors import InputError
 
 NULL_BLOCK = 0
@@ -13,8 +14,8 @@ NULL_BLOCK = 0
 
 
 class PagedCache:
-    """Owns the cache tensors: per layer keys and values, of (blocks, block_size, Hk, D) if nothing else
-    is asked for.
+    """Owns the cache tensors: per attention layer keys and values, of (blocks, block_size, Hk, D) if
+    nothing else is asked for, and for layers with a gated delta net the states of sequences.
 
     Args:
         shape: the model's.
@@ -22,6 +23,10 @@ class PagedCache:
         max_context: tokens of the longest sequence; rounded up to whole blocks.
         block_size: tokens of one block.
         format: the kernels' `cache_format`.
+
+    Attributes:
+        keys, values: in the order of the attention layers.
+        states: of the layers with a gated delta net; None where there are none.
     """
 
     def __init__(
@@ -42,9 +47,21 @@ class PagedCache:
         keys, values = format.shapes(
             self.num_blocks, block_size, shape.num_kv_heads, shape.head_dim, dtype
         )
-        layers = range(shape.num_layers)
+        layers = range(shape.num_layers - shape.num_linear_layers)
         self.keys = [torch.zeros(keys, device=device, dtype=dtype) for _ in layers]
         self.values = [torch.zeros(values, device=device, dtype=dtype) for _ in layers]
+        self.states = (
+            StateCache(
+                shape.delta,
+                shape.num_linear_layers,
+                num_sequences=num_sequences,
+                device=device,
+                dtype=dtype,
+            )
+            if shape.delta is not None and shape.num_linear_layers
+            else None
+        )
+        self._device = torch.device(device)
         self._free = list(range(self.num_blocks - 1, NULL_BLOCK, -1))
 
     @property
@@ -54,7 +71,8 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        states = 0 if self.states is None else self.states.nbytes
+        return states + sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def allocate(self, tokens: int) -> torch.Tensor:
         """Blocks for a sequence of up to `tokens` tokens: a row of the block table.
@@ -93,11 +111,15 @@ class PagedCache:
         self._free += blocks
 
     def fill_random(self, seed: int) -> None:
-        """Fill every real block from N(0, 1): what verification of a step reads there."""
-        generator = torch.Generator(self.keys[0].device).manual_seed(seed)
+        """Fill every real block and state from N(0, 1): what verification of a step reads there."""
+        generator = torch.Generator(self._device).manual_seed(seed)
         for tensor in (*self.keys, *self.values):
             tensor[NULL_BLOCK + 1 :].normal_(generator=generator)
+        if self.states is not None:
+            self.states.fill_random(generator)
 
     def clear(self) -> None:
         for tensor in (*self.keys, *self.values):
             tensor.zero_()
+        if self.states is not None:
+            self.states.clear()

@@ -25,10 +25,23 @@ class CacheFormat:
             - ``packed``: keys (blocks, Hk, D / x, block_size, x) with x elements of 16 bytes, values
               (blocks, Hk, D, block_size): paged attention of vLLM 0.6.3.
         slot_dtype: of the slot mapping, int64 or int32.
+
+    Raises:
+        InputError: another layout or dtype.
     """
 
     layout: str = "tokens"
     slot_dtype: torch.dtype = torch.int64
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise InputError(
+                f"CacheFormat.layout: expected one of {', '.join(LAYOUTS)}, found {self.layout!r}"
+            )
+        if self.slot_dtype not in (torch.int64, torch.int32):
+            raise InputError(
+                f"CacheFormat.slot_dtype: expected torch.int64 or torch.int32, found {self.slot_dtype}"
+            )
 
     def shapes(
         self, blocks: int, block_size: int, kv_heads: int, dim: int, dtype: torch.dtype

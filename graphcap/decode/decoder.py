@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from graphcap.buckets import BucketLadder
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.kernels import DecodeKernels
+from graphcap.decode.state_cache import NULL_SLOT
 from graphcap.decode.step import DecodeStep, decode_slots
 from graphcap.decode.weights import ModelWeights
 from graphcap.errors import InputError
@@ -20,6 +20,7 @@ from graphcap.inputs import NUM_ROWS, StaticInputs
 from graphcap.manager import CaptureManager
 from graphcap.moe.ranges import Ranges, nvtx_ranges
 from graphcap.pool import BufferPool
+from graphcap.ring import Ring, Stop
 from graphcap.settings import Settings
 from graphcap.verify import Example
 
@@ -31,7 +32,7 @@ class Decoded:
     """What was decoded, in the order of the prompts.
 
     Attributes:
-        token_ids: for each prompt the tokens that follow it.
+        token_ids: for each prompt the tokens that follow it, end-of-sequence included where there is one.
         seconds_per_token: of the tokens after the first, device work included; None for one token.
             The median on a CPU, the mean on a device, where tokens overlap with the host.
     """
@@ -69,14 +70,16 @@ class Prompts:
         self._order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         self._prompts = [list(prompts[i]) for i in self._order]
         self._cache = cache
+        self._states: list[int] = []
         tables: list[torch.Tensor] = []
         try:
             for prompt in self._prompts:
                 # The last token sampled is never written, but the step makes room for it.
                 tables.append(cache.allocate(len(prompt) + tokens))
+                if cache.states is not None:
+                    self._states.append(cache.states.allocate())
         except InputError:
-            for table in tables:
-                cache.free(table)
+            self._free(tables)
             raise
         self.tables = torch.stack(tables)
 
@@ -99,13 +102,16 @@ class Prompts:
         size = self._cache.block_size
         tables = self.tables[:count]
         blocks = tables.gather(1, (positions // size)[:, None])[:, 0].long()
-        return {
+        batch = {
             "token_ids": torch.tensor([p[at] for p, at in rows], dtype=torch.int32),
             "positions": positions,
             "seq_lens": (positions + 1).int(),
             "slot_mapping": (blocks * size + positions % size).to(self._cache.format.slot_dtype),
             "block_tables": tables,
         }
+        if self._states:
+            batch["state_slots"] = torch.tensor(self._states[:count])
+        return batch
 
     def in_order(self, steps: Sequence[torch.Tensor]) -> list[list[int]]:
         """Sampled tokens, step by step in batch order -> prompt by prompt in the caller's order."""
@@ -116,8 +122,14 @@ class Prompts:
         return result
 
     def close(self) -> None:
-        for table in self.tables:
+        self._free(list(self.tables))
+
+    def _free(self, tables: list[torch.Tensor]) -> None:
+        for table in tables:
             self._cache.free(table)
+        for slot in self._states:
+            assert self._cache.states is not None
+            self._cache.states.free(slot)
 
 
 class EagerDecoder:
@@ -156,13 +168,13 @@ class EagerDecoder:
             for batch in laid.batches():
                 self.load(batch)
                 first = self.run()["token_ids"]
-            return _follow(laid, first, tokens, lambda: self.run()["token_ids"])
+            return _follow(laid, first, tokens, lambda count: self.run()["token_ids"][None])
         finally:
             laid.close()
 
 
 class Decoder:
-    """Decodes by replay: one launch a token.
+    """Decodes by replay: one launch a token, or a call for several.
 
     Owns a cache, the slots, the pool and a `CaptureManager`; the weights are shared. Call `capture`
     before `decode`.
@@ -177,6 +189,12 @@ class Decoder:
         ladder: None: what `settings.buckets` says.
         settings: None: read from the environment.
         schedule: how layers run, see `DecodeStep`.
+        tokens_per_launch: tokens that one call of the manager decodes; see `CaptureManager.run_many`.
+        eos: token ids that end a sequence; what would follow is left out. Where several tokens come by
+            one call, decoding stops with the call in which the last sequence ends.
+
+    Raises:
+        InputError: `tokens_per_launch` is below 1.
     """
 
     def __init__(
@@ -191,7 +209,14 @@ class Decoder:
         ladder: BucketLadder | None = None,
         settings: Settings | None = None,
         schedule: str = "plain",
+        tokens_per_launch: int = 1,
+        eos: Sequence[int] = (),
     ) -> None:
+        self.tokens_per_launch = tokens_per_launch
+        self.eos = tuple(eos)
+        stop = Stop("token_ids", self.eos) if eos else None
+        kept = {"token_ids": ((), torch.int32)}
+        ring = None if tokens_per_launch == 1 else Ring(tokens_per_launch, kept, stop)
         self.weights = weights
         self.cache = PagedCache(
             weights.shape,
@@ -209,7 +234,11 @@ class Decoder:
         )
         self.inputs = StaticInputs(
             max_batch,
-            decode_slots(self.cache.blocks_per_sequence, self.cache.format.slot_dtype),
+            decode_slots(
+                self.cache.blocks_per_sequence,
+                self.cache.format.slot_dtype,
+                states=self.cache.states is not None,
+            ),
             weights.device,
         )
         self.manager = CaptureManager(
@@ -219,6 +248,9 @@ class Decoder:
             ladder=ladder,
             settings=settings,
             example=example_batches(self.cache, weights.shape.vocab_size),
+            ring=ring,
+            # Unlike a key or a value, a recurrent state changes again when it is written again.
+            state=() if self.cache.states is None else self.cache.states.tensors,
         )
 
     def decode(self, prompts: Sequence[Sequence[int]], tokens: int) -> Decoded:
@@ -229,9 +261,23 @@ class Decoder:
         """
         laid = Prompts(prompts, tokens, self.cache, self.weights.shape.vocab_size)
         try:
-            for batch in laid.batches():
-                first = self.manager.run(batch)["token_ids"]
-            return _follow(laid, first, tokens, lambda: self.manager.run()["token_ids"])
+            *before, last = laid.batches()
+            for batch in before:
+                self.manager.run(batch)
+            if self.tokens_per_launch > 1:
+                many = self.manager.run_many(1, last)
+                return _follow(
+                    laid,
+                    many.outputs["token_ids"][0],
+                    tokens,
+                    lambda count: self.manager.run_many(count).outputs["token_ids"],
+                    self.tokens_per_launch,
+                    self.eos,
+                    many.live,
+                )
+            first = self.manager.run(last)["token_ids"]
+            advance = lambda count: self.manager.run()["token_ids"][None]  # noqa: E731
+            return _follow(laid, first, tokens, advance, eos=self.eos)
         finally:
             laid.close()
 
@@ -240,7 +286,7 @@ class Decoder:
 
 
 def example_batches(cache: PagedCache, vocab_size: int) -> Example:
-    """Batches of sequences of any length, each with blocks of its own, for verification."""
+    """Batches of sequences of any length, each with blocks and a state of its own, for verification."""
 
     def example(rows: int, generator: torch.Generator) -> Batch:
         size = cache.block_size
@@ -250,13 +296,17 @@ def example_batches(cache: PagedCache, vocab_size: int) -> Example:
         tables = (blocks + 1).view(rows, -1).int()
         positions = torch.randint(cache.max_context, (rows,), generator=generator)
         own = tables.gather(1, (positions // size)[:, None])[:, 0].long()
-        return {
+        batch = {
             "token_ids": torch.randint(vocab_size, (rows,), generator=generator).int(),
             "positions": positions,
             "seq_lens": (positions + 1).int(),
             "slot_mapping": (own * size + positions % size).to(cache.format.slot_dtype),
             "block_tables": tables,
         }
+        if cache.states is not None:
+            slots = torch.randperm(cache.states.num_sequences, generator=generator)[:rows]
+            batch["state_slots"] = slots + NULL_SLOT + 1
+        return batch
 
     return example
 
@@ -265,24 +315,42 @@ def _follow(
     laid: Prompts,
     first: torch.Tensor,
     tokens: int,
-    advance: object,
+    advance: Callable[[int], torch.Tensor],
+    at_once: int = 1,
+    eos: tuple[int, ...] = (),
+    live: torch.Tensor | None = None,
 ) -> Decoded:
-    assert callable(advance)
+    """The tokens after the first.
+
+    Args:
+        advance: the next so many tokens of all rows, at most `at_once`.
+        live: the rows that have not ended, as of now whenever it is read; None: not known.
+    """
     sampled = torch.empty(tokens, len(laid), dtype=torch.int32, device=first.device)
     sampled[0].copy_(first)
     _wait(first.device)
-    times = [time.perf_counter()]
-    for index in range(1, tokens):
-        sampled[index].copy_(advance())
+    done, times = 1, [time.perf_counter()]
+    per_token: list[float] = []
+    while done < tokens and (live is None or bool(live.any())):
+        count = min(at_once, tokens - done)
+        sampled[done : done + count].copy_(advance(count))
         times.append(time.perf_counter())
+        per_token.append((times[-1] - times[-2]) / count)
+        done += count
     _wait(first.device)
     elapsed = time.perf_counter() - times[0]
-    token_ids = laid.in_order(list(sampled.cpu()))
-    if tokens == 1:
+    token_ids = [_ended(ids, eos) for ids in laid.in_order(list(sampled[:done].cpu()))]
+    if done == 1:
         return Decoded(token_ids, None)
     if first.device.type == "cpu":
-        return Decoded(token_ids, statistics.median(b - a for a, b in pairwise(times)))
-    return Decoded(token_ids, elapsed / (tokens - 1))
+        return Decoded(token_ids, statistics.median(per_token))
+    return Decoded(token_ids, elapsed / (done - 1))
+
+
+def _ended(token_ids: list[int], eos: tuple[int, ...]) -> list[int]:
+    """Up to the first end-of-sequence."""
+    ends = [index for index, token in enumerate(token_ids) if token in eos]
+    return token_ids[: ends[0] + 1] if ends else token_ids
 
 
 def _wait(device: torch.device) -> None:

@@ -54,6 +54,11 @@ def fused_layers(
     check_schedule(schedule, kernels)
     if schedule == "plain" or kernels.fused is None:
         return None
+    if weights.shape.is_hybrid:
+        raise InputError(
+            f"schedule 'fused': expected a model whose layers all have full attention without an output "
+            f"gate, found {weights.shape.name}, a hybrid; use schedule 'plain'"
+        )
     if cache.format != CacheFormat():
         raise InputError(
             f"schedule 'fused': expected a cache of format {CacheFormat()}, found {cache.format}; use "

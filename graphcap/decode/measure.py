@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpy", "cudaMemset", "cudaGraphLaunch")
+LAUNCHES = (
+    "cudaLaunchKernel",
+    "cuLaunchKernel",
+    "cudaMemcpy",
+    "cudaMemset",
+    "cudaGraphLaunch",
+    "cuGraphLaunch",
+)
 _ALLOCATIONS = ("cudaMalloc", "cuMemAlloc", "cuMemCreate")
 
 
@@ -47,7 +54,7 @@ def activity(call: Callable[[], object], device: torch.device) -> Activity:
     for event in profiler.events() or ():
         if event.device_type == DeviceType.CUDA:
             operations += 1
-        elif event.name.startswith(_LAUNCHES):
+        elif event.name.startswith(LAUNCHES):
             calls[event.name] += 1
         elif event.name.startswith(_ALLOCATIONS):
             driver_allocations += 1

@@ -7,13 +7,22 @@ from collections.abc import Callable
 
 import torch
 
-from graphcap.decode.config_json import parse_dtype
+from graphcap.decode.config_reader import parse_dtype
+from graphcap.decode.delta_weights import DeltaWeights
 from graphcap.decode.memory import as_device, ensure_fits
 from graphcap.decode.shapes import ModelShape
-from graphcap.decode.weights import ExpertWeights, LayerWeights, ModelWeights, empty_weights
+from graphcap.decode.weights import (
+    DeltaLayerWeights,
+    ExpertWeights,
+    LayerWeights,
+    ModelWeights,
+    empty_weights,
+)
 
 _CHUNK = 1 << 22
 _NORM = (1.0, 0.1)
+_ZERO_CENTRED_NORM = (0.0, 0.1)  # of hybrids, which multiply by 1 + weight
+_TIME_BIAS = (-2.0, 1.0)  # with A near 1 a state keeps most of itself, of some heads nearly all
 _BIAS = (0.0, 0.1)
 _ROUTER_STD = 1.5
 _LOGITS_STD = 3.0
@@ -52,20 +61,47 @@ class _Drawer:
             self.progress(self.done, self.total)
 
 
-def _draw_layer(draw: _Drawer, layer: LayerWeights, shape: ModelShape) -> None:
-    h = shape.hidden_size
-    # 2L sublayers add to the residual stream; each adds 1/(2L) of a variance of about one.
-    residual = 1 / math.sqrt(2 * shape.num_layers)
-    for norm in (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm):
-        draw(norm, *_NORM)
-    draw(layer.qkv, 0.0, 1 / math.sqrt(h))
+def _norm_draw(shape: ModelShape) -> tuple[float, float]:
+    return _ZERO_CENTRED_NORM if shape.is_hybrid else _NORM
+
+
+def _draw_attention(draw: _Drawer, layer: LayerWeights, shape: ModelShape, residual: float) -> None:
+    draw(layer.qkv, 0.0, 1 / math.sqrt(shape.hidden_size))
     draw(layer.output, 0.0, residual / math.sqrt(layer.output.shape[1]))
     for bias, scale in ((layer.qkv_bias, 1.0), (layer.output_bias, residual)):
         if bias is not None:
             draw(bias, _BIAS[0], _BIAS[1] * scale)
+
+
+def _draw_delta(draw: _Drawer, delta: DeltaWeights, residual: float) -> None:
+    draw(delta.projection, 0.0, 1 / math.sqrt(delta.projection.shape[1]))
+    draw(delta.conv, 0.0, 1 / math.sqrt(delta.conv.shape[1]))
+    draw(delta.decay_log, 0.0, 0.5)
+    draw(delta.time_bias, *_TIME_BIAS)
+    draw(delta.norm, *_NORM)
+    draw(delta.output, 0.0, residual / math.sqrt(delta.output.shape[1]))
+
+
+def _draw_layer(draw: _Drawer, layer: LayerWeights | DeltaLayerWeights, shape: ModelShape) -> None:
+    h = shape.hidden_size
+    # 2L sublayers add to the residual stream; each adds 1/(2L) of a variance of about one.
+    residual = 1 / math.sqrt(2 * shape.num_layers)
+    norms = [layer.input_norm, layer.post_norm]
+    if isinstance(layer, LayerWeights):
+        norms[1:1] = [layer.q_norm, layer.k_norm]
+    for norm in norms:
+        draw(norm, *_norm_draw(shape))
+    if isinstance(layer, LayerWeights):
+        _draw_attention(draw, layer, shape, residual)
+    else:
+        _draw_delta(draw, layer.delta, residual)
     mlp = layer.mlp
     down = residual / math.sqrt(mlp.down.shape[-1])
     if isinstance(mlp, ExpertWeights):
+        if mlp.shared is not None:
+            draw(mlp.shared.gate_up, 0.0, 1 / math.sqrt(h))
+            draw(mlp.shared.down, 0.0, residual / math.sqrt(mlp.shared.down.shape[-1]))
+            draw(mlp.shared.gate, 0.0, 1 / math.sqrt(h))
         draw(mlp.router, 0.0, _ROUTER_STD / math.sqrt(h))
         # The weighted mean of K independent outputs is smaller by about sqrt(K).
         down *= math.sqrt(shape.top_k)
@@ -87,7 +123,8 @@ def random_weights(
     stream 1/sqrt(2 * layers) of that, so the stream stays near 1 at any depth while every layer
     counts; a relative error of 1e-7 at the embedding grows to about 1e-6 over 64 layers, unless it
     turns a choice of experts. Router logits have a standard deviation of 1.5 (choices vary), the
-    model's logits one of 3 (the likeliest token is clear). Norms are 1 +- 0.1, biases +- 0.1. A tied
+    model's logits one of 3 (the likeliest token is clear). Norms are 1 +- 0.1 (those
+    of hybrids, 1 + weight, likewise), biases +- 0.1. A tied
     embedding is scaled as an lm head, and the final norm's signs then alternate, since otherwise
     tokens would repeat themselves.
 
@@ -114,11 +151,13 @@ def random_weights(
     draw(weights.embedding, 0.0, lm_head_std if shape.tie_word_embeddings else 1.0)
     for layer in weights.layers:
         _draw_layer(draw, layer, shape)
-    draw(weights.final_norm, *_NORM)
+    draw(weights.final_norm, *_norm_draw(shape))
     if weights.lm_head is weights.embedding:
         # What is left of a token's embedding would make that token the likeliest to follow itself;
         # with every second sign turned it is no longer like its row of the lm head.
         weights.final_norm[1::2].neg_()
+        if shape.is_hybrid:
+            weights.final_norm[1::2].sub_(2.0)  # of 1 + weight
     else:
         draw(weights.lm_head, 0.0, lm_head_std)
     return weights

@@ -10,20 +10,27 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from graphcap.decode.delta_weights import Grouped
 from graphcap.decode.safetensors_files import INDEX, SINGLE, some
 from graphcap.decode.shapes import ModelShape
 from graphcap.decode.weights import ModelWeights, checkpoint_views
 from graphcap.errors import CheckpointError
 
 _GIB = 1 << 30
+_ARCHITECTURES = {
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}
 
 
 def config_of(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of `shape`, in the keys of transformers 4.51, which later ones read as well."""
+    """The config.json of `shape`, in the keys of transformers 4.51, which later ones read as well; of a
+    hybrid also those of its model type, flat, whatever prefix it was loaded from."""
     eos = list(shape.eos_token_ids)
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
+    config = {
+        "architectures": [_ARCHITECTURES[shape.model_type]],
+        "model_type": shape.model_type,
         "num_hidden_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "vocab_size": shape.vocab_size,
@@ -49,6 +56,37 @@ def config_of(shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
         "torch_dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": None,
         "eos_token_id": (eos[0] if len(eos) == 1 else eos) if eos else None,
+        **(_hybrid_keys(shape) if shape.is_hybrid else {}),
+    }
+    if (
+        shape.model_type == "qwen3_5_moe_text"
+    ):  # which has experts in every layer and needs no flags
+        for key in (
+            "intermediate_size",
+            "norm_topk_prob",
+            "decoder_sparse_step",
+            "mlp_only_layers",
+        ):
+            del config[key]
+    return config
+
+
+def _hybrid_keys(shape: ModelShape) -> dict[str, Any]:
+    delta = shape.delta
+    assert delta is not None
+    kinds = ("full_attention", "linear_attention")
+    rotary = shape.rotated / shape.head_dim
+    if int(shape.head_dim * rotary) != shape.rotated:  # as its readers compute it: rounded down
+        rotary = (shape.rotated + 0.5) / shape.head_dim
+    return {
+        "layer_types": [kinds[shape.is_linear(layer)] for layer in range(shape.num_layers)],
+        "partial_rotary_factor": rotary,
+        "shared_expert_intermediate_size": shape.shared_intermediate_size,
+        "linear_num_key_heads": delta.num_key_heads,
+        "linear_num_value_heads": delta.num_value_heads,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_conv_kernel_dim": delta.conv_width,
     }
 
 
@@ -86,6 +124,12 @@ def _split(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
     return groups
 
 
+def _on_host(view: torch.Tensor | Grouped) -> torch.Tensor:
+    if isinstance(view, Grouped):
+        return view.assembled().cpu()
+    return view.to("cpu", copy=True).contiguous()
+
+
 def save_checkpoint(
     weights: ModelWeights, folder: str | Path, max_shard_bytes: int = 4 * _GIB
 ) -> None:
@@ -118,7 +162,7 @@ def save_checkpoint(
     for number, names in enumerate(groups, start=1):
         file = SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
         # Copies: safetensors writes no tensors that share storage, as the fused ones' parts do.
-        shard = {name: views[name].to("cpu", copy=True).contiguous() for name in names}
+        shard = {name: _on_host(views[name]) for name in names}
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))
     if len(groups) > 1:

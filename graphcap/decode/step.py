@@ -1,4 +1,5 @@
-"""DecodeStep: one new token for each sequence, from embedding to sampled token, for Qwen3-MoE.
+"""DecodeStep: one new token for each sequence, from embedding to sampled token, for Qwen3-MoE and for
+the hybrids Qwen3-Next and Qwen3.5-MoE.
 
 The step also writes the slots of the next token (token id, position, cache slot, length), so that
 consecutive tokens need nothing from the host but one launch.
@@ -11,9 +12,18 @@ from collections.abc import Mapping
 import torch
 
 from graphcap.decode.cache import PagedCache
+from graphcap.decode.delta_net import DeltaNet
 from graphcap.decode.fused_layer import fused_layers
 from graphcap.decode.kernels import DecodeKernels
-from graphcap.decode.weights import DenseWeights, ExpertWeights, LayerWeights, ModelWeights
+from graphcap.decode.rotary import rotary_table
+from graphcap.decode.shared_expert import SharedExpert
+from graphcap.decode.weights import (
+    DeltaLayerWeights,
+    DenseWeights,
+    ExpertWeights,
+    LayerWeights,
+    ModelWeights,
+)
 from graphcap.errors import InputError
 from graphcap.inputs import PadPolicy, Slot
 from graphcap.moe.experts import RoutedExperts
@@ -23,21 +33,26 @@ from graphcap.pool import BufferPool
 
 
 def decode_slots(
-    blocks_per_sequence: int, slot_dtype: torch.dtype = torch.int64
+    blocks_per_sequence: int, slot_dtype: torch.dtype = torch.int64, states: bool = False
 ) -> dict[str, Slot]:
-    """The slots of a decode step; `slot_dtype` is that of the cache's format.
+    """The slots of a decode step; `slot_dtype` is that of the cache's format, `states` says whether it
+    has recurrent states.
 
     A padding row has token 0 at position 0 of a sequence of length 1 whose only block is the null
     block (an attention over no token would divide 0 by 0), and the cache slot -1: it writes nothing
-    to the cache and reaches no expert.
+    to the cache and reaches no expert. It changes no recurrent state; its
+    state slot is the null slot.
     """
-    return {
+    slots = {
         "token_ids": Slot((), torch.int32, PadPolicy.ZERO),
         "positions": Slot((), torch.int64, PadPolicy.ZERO),
         "seq_lens": Slot((), torch.int32, PadPolicy.ONE),
         "slot_mapping": Slot((), slot_dtype, PadPolicy.fill(-1)),
         "block_tables": Slot((blocks_per_sequence,), torch.int32, PadPolicy.ZERO),
     }
+    if states:
+        slots["state_slots"] = Slot((), torch.int64, PadPolicy.ZERO)
+    return slots
 
 
 class DecodeStep:
@@ -48,14 +63,16 @@ class DecodeStep:
 
     Args:
         weights: the model; shared, not owned.
-        cache: keys and values; shared, not owned. Writing a token twice is the same as once.
+        cache: keys and values; shared, not owned. Writing a token twice is the same as once. Not so
+            its recurrent states: whoever runs a step twice restores `StateCache.tensors` between.
         kernels: the kernel backend.
         pool: where every intermediate comes from.
         ranges: marks the parts of MoE layers for a profiler; None: nothing is called.
         schedule: how layers run: "plain", operation by operation, or "fused" (see `fused_layer`).
 
     Raises:
-        InputError: the cache is not of the kernels' format, or the schedule cannot run here.
+        InputError: the cache is not of the kernels' format, or the kernels cannot run a hybrid, or the
+            schedule not this model.
     """
 
     def __init__(
@@ -73,11 +90,24 @@ class DecodeStep:
                 f"the cache is of format {cache.format}, the kernels want {kernels.cache_format}; "
                 f"make it with PagedCache(..., format=kernels.cache_format)"
             )
+        hybrid = kernels.hybrid if shape.is_hybrid else None
+        if shape.is_hybrid and hybrid is None:
+            raise InputError(
+                f"the kernels have no operations for {shape.name}, a model with gated delta nets and "
+                f"gated attention ({shape.model_type}); use GRAPHCAP_KERNELS=triton or reference"
+            )
         self.kernel_choices = kernels.choices()
+        if hybrid is not None:  # its norms stand in for the others
+            own = hybrid.choices()
+            taken = {choice.operation for choice in own}
+            self.kernel_choices = (
+                *(choice for choice in self.kernel_choices if choice.operation not in taken),
+                *own,
+            )
         self.weights = weights
         self.cache = cache
         self.cos_sin = rotary_table(
-            shape.head_dim,
+            shape.rotated,
             shape.rope_theta,
             cache.max_context + 1,  # a sequence that just filled its blocks stands one beyond
             device=weights.device,
@@ -85,7 +115,20 @@ class DecodeStep:
         )
         self._kernels = kernels
         self._pool = pool
+        self._hybrid = hybrid
+        norms = kernels if hybrid is None else hybrid
+        self._norm, self._add_norm = norms.rms_norm, norms.fused_add_rms_norm
         self._scale = shape.head_dim**-0.5
+        linear = [shape.is_linear(layer) for layer in range(shape.num_layers)]
+        # Where a layer's keys and values, or its states, lie among those of its kind.
+        self._place = [linear[:layer].count(linear[layer]) for layer in range(shape.num_layers)]
+        self._deltas = [self._delta_net(i, layer) for i, layer in enumerate(weights.layers)]
+        self._shared = [
+            SharedExpert(layer.mlp.shared, kernels, hybrid, pool)
+            if hybrid and isinstance(layer.mlp, ExpertWeights) and layer.mlp.shared
+            else None
+            for layer in weights.layers
+        ]
         self._experts = [
             RoutedExperts(
                 kernels.experts,
@@ -107,6 +150,24 @@ class DecodeStep:
         if self._fused is not None:
             self.kernel_choices += kernel_choices(kernels.fused, {})
 
+    def _delta_net(self, index: int, layer: LayerWeights | DeltaLayerWeights) -> DeltaNet | None:
+        shape, states, place = self.weights.shape, self.cache.states, self._place[index]
+        if isinstance(layer, LayerWeights):
+            return None
+        assert self._hybrid is not None
+        assert shape.delta is not None
+        assert states is not None
+        return DeltaNet(
+            layer.delta,
+            shape.delta,
+            states.conv[place],
+            states.recurrent[place],
+            self._kernels,
+            self._hybrid,
+            self._pool,
+            shape.rms_norm_eps,
+        )
+
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         pool, kernels, weights, shape = self._pool, self._kernels, self.weights, self.weights.shape
         token_ids = inputs["token_ids"]
@@ -121,14 +182,19 @@ class DecodeStep:
                 return self._sample(hidden, inputs)
             slots, lengths = self._bounded(inputs)
             first = weights.layers[0].input_norm
-            pool.run(kernels.rms_norm, residual, first, hidden, eps)
+            pool.run(self._norm, residual, first, hidden, eps)
             for index, layer in enumerate(weights.layers):
-                self._attention(index, layer, hidden, inputs, slots, lengths)
-                pool.run(kernels.fused_add_rms_norm, hidden, residual, layer.post_norm, eps)
+                delta = self._deltas[index]
+                if delta is not None:
+                    state_slots, row_ids = inputs["state_slots"], inputs["slot_mapping"]
+                    delta(hidden, state_slots, row_ids, inputs["positions"])
+                else:
+                    self._attention(index, layer, hidden, inputs, slots, lengths)
+                pool.run(self._add_norm, hidden, residual, layer.post_norm, eps)
                 self._mlp(index, layer, hidden, inputs["slot_mapping"])
                 last = index + 1 == len(weights.layers)
                 norm = weights.final_norm if last else weights.layers[index + 1].input_norm
-                pool.run(kernels.fused_add_rms_norm, hidden, residual, norm, eps)
+                pool.run(self._add_norm, hidden, residual, norm, eps)
             return self._sample(hidden, inputs)
 
     def _sample(
@@ -157,29 +223,36 @@ class DecodeStep:
     def _attention(
         self,
         index: int,
-        layer: LayerWeights,
+        layer: LayerWeights | DeltaLayerWeights,
         hidden: torch.Tensor,
         inputs: Mapping[str, torch.Tensor],
         slots: torch.Tensor,
         lengths: torch.Tensor,
     ) -> None:
         """hidden (M, H), normed -> what attention adds to the residual."""
+        assert isinstance(layer, LayerWeights)
         pool, kernels, shape = self._pool, self._kernels, self.weights.shape
         rows, dim = hidden.shape[0], shape.head_dim
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
-        keys, values = self.cache.keys[index], self.cache.values[index]
+        place = self._place[index]
+        keys, values = self.cache.keys[place], self.cache.values[place]
 
-        width = (heads + 2 * kv_heads) * dim
+        width = shape.query_rows + 2 * kv_heads * dim
         qkv = pool.take("qkv", (rows, width), hidden.dtype)
         pool.run(kernels.linear, hidden, layer.qkv, layer.qkv_bias, qkv)
-        q, k, v = qkv.view(rows, -1, dim).split((heads, kv_heads, kv_heads), 1)
+        queries = shape.query_rows // dim
+        q, k, v = qkv.view(rows, -1, dim).split((queries, kv_heads, kv_heads), 1)
+        gate = None
+        if self._hybrid is not None:  # of each head its query, then its gate
+            q, gate = q.unflatten(1, (heads, 2)).unbind(2)
         if kernels.takes_views:
-            pool.run(kernels.rms_norm, q, layer.q_norm, q, shape.rms_norm_eps)
-            pool.run(kernels.rms_norm, k, layer.k_norm, k, shape.rms_norm_eps)
+            pool.run(self._norm, q, layer.q_norm, q, shape.rms_norm_eps)
+            pool.run(self._norm, k, layer.k_norm, k, shape.rms_norm_eps)
         else:
             q = self._normed_copy("q", q, layer.q_norm)
             k = self._normed_copy("k", k, layer.k_norm)
-        pool.run(kernels.rotary_embedding, inputs["positions"], q, k, self.cos_sin)
+        turned = (q[..., : shape.rotated], k[..., : shape.rotated])
+        pool.run(kernels.rotary_embedding, inputs["positions"], *turned, self.cos_sin)
         pool.run(kernels.cache_write, k, v, keys, values, slots)
         attended = pool.take("attended", (rows, heads, dim), hidden.dtype)
         pool.run(
@@ -192,6 +265,8 @@ class DecodeStep:
             attended,
             self._scale,
         )
+        if self._hybrid is not None:
+            pool.run(self._hybrid.output_gate, attended, gate)
         pool.release("qkv")
         if not kernels.takes_views:
             pool.release("q", "k")
@@ -225,13 +300,22 @@ class DecodeStep:
         return write_to, reach
 
     def _mlp(
-        self, index: int, layer: LayerWeights, hidden: torch.Tensor, row_ids: torch.Tensor
+        self,
+        index: int,
+        layer: LayerWeights | DeltaLayerWeights,
+        hidden: torch.Tensor,
+        row_ids: torch.Tensor,
     ) -> None:
         """hidden (M, H), normed -> what the MLP adds to the residual."""
         pool, kernels = self._pool, self._kernels
         experts = self._experts[index]
         if experts is not None:
-            experts(hidden, row_ids, out=hidden)
+            shared = self._shared[index]
+            if shared is None:
+                experts(hidden, row_ids, out=hidden)
+            else:
+                experts(hidden, row_ids, out=hidden, residual=shared(hidden))
+                pool.release("shared_expert")
             return
         dense = layer.mlp
         assert isinstance(dense, DenseWeights)
@@ -250,22 +334,3 @@ def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
 
 
 _COPY = Operation("copies", "torch", _copy)
-
-
-def rotary_table(
-    dim: int,
-    theta: float,
-    positions: int,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Cosines and sines of RoPE (https://arxiv.org/abs/2104.09864): (positions, dim), cosines first.
-
-    Computed in float32 and rounded to the model's dtype, as transformers does.
-    """
-    if torch.device(device).type == "meta":
-        return torch.empty(positions, dim, device=device, dtype=dtype)
-    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], 1).to(device=device, dtype=dtype)

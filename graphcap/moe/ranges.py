@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
+from graphcap.explain import warn
 from graphcap.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -75,4 +76,4 @@ def nvtx_ranges(settings: Settings, nvtx: Any = None) -> Ranges | None:
 
 @cache
 def _warn_once(why: str) -> None:
-    logger.warning("GRAPHCAP_NVTX=1 has no effect: torch has no NVTX here: %s", why)
+    warn(logger, "nvtx", "GRAPHCAP_NVTX=1 has no effect: torch has no NVTX here: %s", why)

@@ -46,7 +46,7 @@ class ExpertShape:
         tp: tensor-parallel ranks that share each expert's I.
 
     Raises:
-        InputError: the model has no experts, or I cannot be shared evenly.
+        InputError: the model has no experts or fewer than K, or I cannot be shared evenly.
     """
 
     name: str
@@ -59,6 +59,11 @@ class ExpertShape:
     def __post_init__(self) -> None:
         if self.num_experts < 1:
             raise InputError(f"{self.name} has no experts; name a mixture-of-experts model")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise InputError(
+                f"{self.name}: expected 1 to {self.num_experts} experts a token, as many as it has, found "
+                f"{self.top_k}; correct its config.json"
+            )
         if self.moe_intermediate_size % self.tp:
             raise InputError(
                 f"--tp {self.tp}: expected a divisor of {self.name}'s expert intermediate size, "
@@ -149,7 +154,8 @@ def ixformer_findings(shape: ExpertShape, version: str | None) -> list[Finding]:
             what,
             NOT_KNOWN,
             f"{here}vllm_invoke_fused_moe_kernel takes a block size and no tuned configuration; "
-            f"graphcap gives 16 up to 16 tokens, 32 up to 64, 64 above. Its alignment of H and I is not "
+            f"graphcap gives 32 up to 64 pairs of a token and an expert ({64 // shape.top_k} tokens here), "
+            f"64 up to 1024 ({1024 // shape.top_k} tokens), 256 above. Its alignment of H and I is not "
             f"published; measure",
         )
     ]

@@ -10,9 +10,28 @@ from contextlib import contextmanager
 import torch
 
 from graphcap.census import Census
+from graphcap.errors import BackendError
 
 BoundStep = Callable[[], Mapping[str, torch.Tensor]]
 """A step bound to the slots of one bucket: runs on the device, returns its outputs."""
+
+
+class Loop(ABC):
+    """A recording that the device runs again and again by itself; see `Recording.repeated`.
+
+    Attributes:
+        nbytes: device memory that making it took, measured.
+    """
+
+    nbytes: int = 0
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Run the step until nothing is left or live: one launch. Asynchronous, on the current stream."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is owned; before the recording is closed. Idempotent."""
 
 
 class Recording(ABC):
@@ -38,6 +57,19 @@ class Recording(ABC):
     def census(self) -> Census:
         """What one replay launches."""
 
+    def repeated(self, left: torch.Tensor, live: torch.Tensor) -> Loop:
+        """This recording as the body of a loop on the device.
+
+        Args:
+            left: int32 (1,), at least 1 at each launch: the most runs. The loop counts it down.
+            live: bool (rows,), contiguous: the loop ends before the run at whose start none is set, but
+                runs at least once. Read after each run.
+
+        Raises:
+            BackendError: says why this recording, driver or torch has no such loop.
+        """
+        raise BackendError("this recorder makes no graphs, which a loop on the device needs")
+
     @abstractmethod
     def close(self) -> None:
         """Give back everything that is owned. A closed recording cannot be replayed. Idempotent."""
@@ -56,6 +88,9 @@ class Recorder(ABC):
     refused by name before it breaks the capture, operations are counted one by one, and what they read
     is kept alive. Of many like recordings (the buckets of a large model) the first is enough, by a host
     that keeps the model alive itself; the others then take half the time. A tape always watches."""
+
+    repeatable: bool = False
+    """Whether its recordings keep what `Recording.repeated` needs, where torch can. Set it before."""
 
     @abstractmethod
     def warm_up(self, step: BoundStep) -> Mapping[str, torch.Tensor]:

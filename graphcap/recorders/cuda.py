@@ -12,9 +12,11 @@ import torch
 
 from graphcap.census import Call, Census
 from graphcap.errors import BackendError, CaptureError, StateError
+from graphcap.explain import warn
 from graphcap.operations import Operation
 from graphcap.recorders.base import (
     BoundStep,
+    Loop,
     Recorder,
     Recording,
     autocast_casts_not_kept,
@@ -22,6 +24,8 @@ from graphcap.recorders.base import (
 )
 from graphcap.recorders.graph_nodes import GraphReader
 from graphcap.recorders.guard import StepGuard
+from graphcap.recorders.loop import GraphLoop, LoopDriver
+from graphcap.recorders.loop_probe import keeps_graphs, kept_graph, probe_loops, raw_stream
 from graphcap.recorders.probe import TorchCapture, end_allocation_to, run_probe
 from graphcap.recorders.source import raising_line
 from graphcap.recorders.tape import dispatch_row, storage_key, tensors_in
@@ -70,7 +74,7 @@ class CaptureTrace(StepGuard):
         try:
             nodes = None if self._reader is None else self._reader.nodes(self._handle())
         except BackendError as error:  # an older driver: no reason to lose the recording
-            logger.warning("graph nodes are not counted: %s", error)
+            warn(logger, "graph-nodes", "graph nodes are not counted: %s", error)
             nodes = None
         return Census.of(self.calls, graph=nodes)
 
@@ -89,7 +93,7 @@ class CaptureTrace(StepGuard):
         try:
             return None if self._reader is None else self._reader.count(self._handle())
         except BackendError as error:
-            logger.warning("graph nodes are not counted: %s", error)
+            warn(logger, "graph-nodes", "graph nodes are not counted: %s", error)
             self._reader = None
             return None
 
@@ -108,7 +112,11 @@ class CudaRecording(Recording):
         pinned: tuple[torch.UntypedStorage, ...],
         census: Census,
         nbytes: int,
+        device: torch.device,
+        kept: bool = False,
     ) -> None:
+        self._device = device
+        self._kept = kept
         self.outputs = outputs
         self.nbytes = nbytes
         self.pinned = pinned
@@ -121,6 +129,24 @@ class CudaRecording(Recording):
 
     def census(self) -> Census:
         return self._census
+
+    def repeated(self, left: torch.Tensor, live: torch.Tensor) -> Loop:
+        probe = probe_loops(self._device)
+        if not probe.works:
+            raise BackendError(probe.detail)
+        if self._graph is None or not self._kept:
+            raise BackendError(
+                "the graph was not kept; set the recorder's `repeatable` before it records"
+            )
+        graph: Any = self._graph
+        with torch.cuda.device(self._device):
+            before, _ = torch.cuda.mem_get_info(self._device)
+            loop = GraphLoop(
+                LoopDriver.loaded(), graph.raw_cuda_graph(), left, live, raw_stream(self._device)
+            )
+            torch.cuda.synchronize(self._device)
+            loop.nbytes = max(0, before - torch.cuda.mem_get_info(self._device)[0])
+            return loop
 
     @property
     def is_open(self) -> bool:
@@ -159,7 +185,7 @@ class CudaRecorder(Recorder):
         try:
             self._reader: GraphReader | None = GraphReader()
         except BackendError as error:
-            logger.warning("graph nodes are not counted: %s", error)
+            warn(logger, "graph-nodes", "graph nodes are not counted: %s", error)
             self._reader = None
 
     def warm_up(self, step: BoundStep) -> Mapping[str, torch.Tensor]:
@@ -185,12 +211,13 @@ class CudaRecorder(Recorder):
             if not any(recording.is_open for recording in self._made):
                 # torch does not take a pool again whose graphs are all gone.
                 self._pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
+            kept = self.repeatable and keeps_graphs()
+            graph = kept_graph() if kept else torch.cuda.CUDAGraph()
             try:
                 for generator in self.generators:
                     if generator.device.type == "cuda":
                         graph.register_generator_state(generator)
-                outputs, pinned, census = self._capture(graph, step)
+                outputs, pinned, census = self._capture(graph, step, kept)
             except BaseException as error:
                 line = raising_line(error.__traceback__)
                 # What the step had allocated is held by its frames until they are cleared.
@@ -201,12 +228,13 @@ class CudaRecorder(Recorder):
                 raise _explained(error, bucket, line) from error
             torch.cuda.synchronize(self.device)
             free_after, _ = torch.cuda.mem_get_info(self.device)
-        made = CudaRecording(graph, outputs, pinned, census, max(0, free_before - free_after))
+        nbytes = max(0, free_before - free_after)
+        made = CudaRecording(graph, outputs, pinned, census, nbytes, self.device, kept)
         self._made.add(made)
         return made
 
     def _capture(
-        self, graph: torch.cuda.CUDAGraph, step: BoundStep
+        self, graph: torch.cuda.CUDAGraph, step: BoundStep, kept: bool
     ) -> tuple[Mapping[str, torch.Tensor], tuple[torch.UntypedStorage, ...], Census]:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), torch.no_grad(), autocast_casts_not_kept():
@@ -221,6 +249,8 @@ class CudaRecorder(Recorder):
                 outputs = dict(step())
                 census = trace.count_only()
             graph.capture_end()
+            if kept:
+                graph.instantiate()  # torch puts it off to the first replay
         return outputs, tuple(trace.pinned.values()), census
 
     def _recover(self, graph: torch.cuda.CUDAGraph) -> None:

@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from graphcap.errors import BackendError
+from graphcap.explain import warn
 from graphcap.recorders.base import Recorder
 from graphcap.recorders.probe import CaptureProbe, probe_capture
 
@@ -56,7 +57,9 @@ def select_recorder(
 
 @cache
 def _warn_once(device: torch.device, detail: str) -> None:
-    logger.warning(
+    warn(
+        logger,
+        "no-graph-capture",
         "%s cannot capture graphs (%s); the tape is used, which launches each operation by itself",
         device,
         detail,

@@ -8,6 +8,7 @@ is copied to the recorded address, which is counted as an allocation. Views cost
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -125,15 +126,33 @@ class TapeRecording(Recording):
         self.pinned = tuple(trace.pinned.values())
         self._mode = torch.inference_mode if trace.inference else torch.no_grad
         self._calls: tuple[Callable[[], object], ...] | None = tuple(e.call for e in trace.entries)
+        self._names = tuple(e.counted.operation for e in trace.entries)
         self._census = Census.of(entry.counted for entry in trace.entries)
 
     def replay(self) -> None:
         calls = self._calls
         if calls is None:
-            raise StateError("this recording is closed and cannot be replayed; capture again")
+            raise self._closed()
         with self._mode():
             for call in calls:
                 call()
+
+    def timed_replay(self) -> list[tuple[str, float, float]]:
+        """As `replay`, on the clock of the host: (operation, start, end) of each entry, in seconds of
+        ``time.perf_counter``. On a device that is when the host started it."""
+        if self._calls is None:
+            raise self._closed()
+        clock, times = time.perf_counter, []
+        with self._mode():
+            for name, call in zip(self._names, self._calls, strict=True):
+                started = clock()
+                call()
+                times.append((name, started, clock()))
+        return times
+
+    @staticmethod
+    def _closed() -> StateError:
+        return StateError("this recording is closed and cannot be replayed; capture again")
 
     def census(self) -> Census:
         return self._census

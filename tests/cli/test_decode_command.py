@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -44,6 +45,17 @@ def test_without_arguments(capsys):
     assert all(bucket["nodes"] > 60 and bucket["capture_ms"] > 0 for bucket in result["buckets"])
     assert next(b["replays"] for b in result["buckets"] if b["size"] == 4) > 31
     assert result["pool_mib"] <= 1.05 * result["pool_lower_bound_mib"]
+
+
+@on_cpu
+def test_a_hybrid(capsys):
+    result = decode(capsys, "--shape", "tiny-hybrid", "--tokens", "8")
+    assert result["outputs_equal"] is True
+    assert result["replay"]["launches_per_token"] == 1
+    assert result["replay"]["allocations_per_token"] == 0
+    assert result["fallbacks"] == {}
+    operations = {choice["operation"] for choice in result["kernels"]["operations"]}
+    assert {"attention", "conv update", "delta rule", "output gate"} <= operations
 
 
 @on_cpu
@@ -137,6 +149,52 @@ def test_a_checkpoint(capsys, tmp_path):
         assert by_file["token_ids"] == by_seed["token_ids"]
 
 
+@pytest.mark.parametrize("length", [14, 15, 16])
+def test_one_token_at_the_end_of_a_block(capsys, length):
+    ids = ",".join(map(str, range(length)))
+    result = decode(capsys, "--tokens", "1", "--prompt-ids", ids, "--timeline")
+    assert result["outputs_equal"] is True
+
+
+@on_cpu
+def test_the_timeline_has_every_operation_of_both_ways(capsys):
+    result = decode(capsys, "--tokens", "4", "--timeline")
+    counts = {row["operation"]: row["count"] for row in result["census"]["rows"]}
+    for way, also in (("eager", {}), ("replay", {"padding": 1})):
+        timeline = result["timeline"][way]
+        assert (timeline["clock"], timeline["device"]) == ("host", None)
+        names, operations = timeline["host"]["names"], timeline["host"]["operations"]
+        seen = Counter(names[index] for index, _, _ in operations)
+        assert seen == {k: n for k, n in counts.items() if k != "padding"} | also
+        starts = [start for _, start, _ in operations]
+        assert starts[0] == 0
+        assert starts == sorted(starts)
+        ends = [start + length for _, start, length in operations]
+        assert all(end <= later + 0.02 for end, later in zip(ends, starts[1:], strict=False))
+        assert timeline["us"] == pytest.approx(max(ends), abs=0.02)
+    assert decode(capsys, "--tokens", "4")["timeline"] is None
+
+
+def test_no_timeline_of_a_replay_that_does_not_exist(capsys):
+    result = decode(capsys, "--batch", "5", "--max-batch", "3", "--tokens", "2", "--timeline")
+    assert result["timeline"]["replay"] is None
+    assert result["timeline"]["eager"]["us"] > 0
+    assert result["census"] is None
+
+
+def test_what_a_page_is_drawn_from(capsys):
+    result = decode(capsys, "--tokens", "4", "--batch", "3")
+    assert result["census"]["total"] == result["buckets"][2]["nodes"]
+    four = next(bucket for bucket in result["buckets"] if bucket["size"] == 4)
+    assert four["padding_rows"] > 0
+    assert four["largest_difference"] == 0
+    assert max(b["offset"] + b["nbytes"] for b in result["pool_layout"]["buffers"]) == (
+        result["pool_mib"] * 2**20
+    )
+    assert {"graphcap", "torch"} <= set(result["versions"])
+    assert result["capture_seconds"] > 0
+
+
 def test_one_token(capsys):
     result = decode(capsys, "--tokens", "1")
     assert [len(tokens) for tokens in result["token_ids"]] == [1] * 3
@@ -153,6 +211,7 @@ def test_one_token(capsys):
         (["--prompt-ids", ""], "expected token ids"),
         (["--prompt-ids", "512"], "outside the vocabulary"),
         (["--prompt-ids", "1", "--batch", "2"], "do not go together"),
+        (["--timeline"], "add --json"),
         (["--buckets", "1,zero"], "zero"),
         (["--buckets", "0"], "'0'"),
         (["--checkpoint", "/nowhere"], "/nowhere"),
@@ -232,3 +291,17 @@ def test_the_module_runs_like_the_script():
     assert run.returncode == 0, run.stderr
     assert "launches" in run.stdout
     assert "equal" in run.stdout
+
+
+@pytest.mark.parametrize("at_once", ["2", "7", "40"])
+def test_many_tokens_by_one_call_are_the_same_tokens(capsys, at_once):
+    arguments = ["--tokens", "9", "--layers", "2", "--seed", "3"]
+    single = decode(capsys, *arguments)
+    many = decode(capsys, *arguments, "--tokens-per-launch", at_once)
+    assert many["token_ids"] == single["token_ids"]
+    assert many["outputs_equal"]
+    assert (single["tokens_per_launch"], many["tokens_per_launch"]) == (1, int(at_once))
+    assert single["notes"] == []
+    assert "one by one" in many["notes"][0]
+    assert many["replay"]["launches_per_token"] == 1  # the tape enqueues each step
+    assert many["replay"]["allocations_per_token"] == 0

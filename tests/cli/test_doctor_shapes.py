@@ -122,7 +122,7 @@ def test_without_vllm_that_is_said(capsys, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--shape", "seed-65"], "expected a preset (tiny, seed-64, qwen3-30b-a3b)"),
+        (["--shape", "seed-65"], "expected a preset (tiny, tiny-hybrid, seed-64, qwen3-30b-a3b, "),
         (["--shape", "seed-64", "--bits", "7"], "--bits 7: expected one of 2, 3, 4, 5, 6, 8"),
         (["--shape", "seed-64", "--tp", "3"], "--tp 3: expected a divisor"),
         (["--shape", "seed-64", "--vllm"], "ask one at a time"),
@@ -137,6 +137,23 @@ def test_bad_input_is_named(capsys, arguments: list[str], text: str):
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [["--shape", ""], ["--shape", "tiny", "--device-name", " "], ["--vllm", "--model", ""]],
+)
+def test_a_name_that_is_empty_is_refused(capsys, arguments: list[str]):
+    with pytest.raises(SystemExit) as refusal:
+        main(["doctor", *arguments])
+    assert refusal.value.code == 2
+    assert f"argument {arguments[-2]}: expected a name, found " in capsys.readouterr().err
+
+
+def test_the_experts_of_a_model_that_is_no_preset(capsys):
+    result = asked(capsys, "qwen3.6-35b-a3b", "--backend", "mlx", "--bits", "4")
+    assert (result["num_experts"], result["top_k"]) == (256, 8)
+    assert [finding["verdict"] for finding in result["findings"]] == ["aligned", "aligned"]
+
+
+@pytest.mark.parametrize(
     ("config", "text"),
     [
         ("{", "readable JSON"),
@@ -144,6 +161,10 @@ def test_bad_input_is_named(capsys, arguments: list[str], text: str):
         ('{"hidden_size": 8}', "'num_experts' is missing"),
         ('{"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 8}', "moe_intermediate_size"),
         ('{"num_experts": 0, "hidden_size": 8}', "has no experts"),
+        (
+            '{"num_experts": 4, "num_experts_per_tok": 5, "hidden_size": 8, "moe_intermediate_size": 8}',
+            "expected 1 to 4 experts a token",
+        ),
     ],
 )
 def test_a_config_without_experts_is_refused(capsys, tmp_path: Path, config: str, text: str):

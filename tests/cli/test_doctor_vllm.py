@@ -161,6 +161,14 @@ def test_a_vllm_that_takes_the_process_with_it(false_vllm, capfd):
     assert result["verdict"].endswith("ended with code 7; its last line: last words")
 
 
+def test_a_name_that_looks_like_an_option_reaches_the_one_that_is_asked(false_vllm, capfd):
+    false_vllm("import sys\nraise ImportError(' '.join(sys.argv))")
+    assert main(["doctor", "--vllm", "--model=-m", "--json"]) == 1
+    (problem,) = json.loads(capfd.readouterr().out)["problems"]
+    assert problem.startswith("vLLM cannot be asked: ImportError: ")
+    assert problem.endswith("--model=-m")
+
+
 def test_a_plugin_that_vllm_does_not_load(false_vllm, capsys):
     """Its entry point is there, and loading it fails inside vLLM, which only logs that."""
     quiet = "def load_general_plugins():\n    print('Failed to load plugin graphcap')\n"

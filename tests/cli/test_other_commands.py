@@ -49,6 +49,21 @@ def test_dense_layers_and_depth_count(capsys):
     assert {row["operation"]: row["count"] for row in fewer["rows"]}["attention"] == 2
 
 
+def test_a_hybrid_is_counted_at_full_size(capsys):
+    result = census(capsys, "--shape", "qwen3.6-35b-a3b")
+    rows = {row["operation"]: row["count"] for row in result["rows"]}
+    assert result["layers"] == 40
+    assert rows["attention"] == rows["output gate"] == rows["cache write"] == 10
+    assert rows["conv update"] == rows["delta rule"] == rows["gated_rms_norm"] == 30
+    assert rows["shared expert gate"] == rows["router GEMM"] == 40
+    # Two for each mixer, two for each shared expert, and the lm head.
+    assert rows["projections"] == 40 * 4 + 1
+    # Two norms a layer, two of queries and keys, the last; of these the first stands alone.
+    assert rows["rms_norm"] + rows["fused_add_rms_norm"] == 80 + 2 * 10 + 1
+    assert rows["merge"] == 2 * 40  # what the experts give, and the shared expert's output to it
+    assert result["total"] == sum(row["count"] for row in result["rows"])
+
+
 def test_the_table_is_printed(capsys):
     assert main(["census", "--shape", "tiny"]) == 0
     printed = capsys.readouterr().out

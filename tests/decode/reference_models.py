@@ -156,7 +156,8 @@ def chosen_experts(
     """Layer -> (router logits, chosen experts) of every call of the model inside."""
     seen: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     hooks = []
-    for index, layer in enumerate(model.model.layers):
+    body = getattr(model.model, "language_model", model.model)  # of a multimodal model
+    for index, layer in enumerate(body.layers):
         if hasattr(layer.mlp, "experts"):
             seen[index] = ([], [])
 

@@ -108,7 +108,7 @@ def test_wrong_dtype_is_named(folder: Path, dtype: torch.dtype, name: str) -> No
     ("name", "cure"),
     [
         ("model.layers.0.self_attn.q_proj.bias", "Set 'attention_bias' to true"),
-        ("model.layers.0.self_attn.q_proj.weight_scale", "not a plain Qwen3-MoE checkpoint"),
+        ("model.layers.0.self_attn.q_proj.weight_scale", "not a plain checkpoint of that model"),
         ("model.layers.2.mlp.shared_expert.up_proj.weight", "not a plain"),
         ("model.layers.2.mlp.gate.e_score_correction_bias", "not a plain"),
         ("model.layers.2.mlp.experts.5.up_proj.weight", "config.json is another model's"),

@@ -1,11 +1,12 @@
 """The parity tests of the decode step on ixformer's operations: both generations, and builds that lack
-some, give the tokens and logits of transformers' Qwen3-MoE (see `test_parity` for tolerances)."""
+some, give the tokens and logits of transformers' Qwen3-MoE (see `parity` for tolerances)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import parity
 import pytest
 import test_parity
 import torch
@@ -25,9 +26,6 @@ BUILDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-one_thread = test_parity.one_thread
-
-
 CASES = [
     *((build, case) for build in ("0.4", "newer") for case in ("one dense layer", "head dim 24")),
     *((build, "not renormalised") for build in BUILDS),
@@ -37,12 +35,12 @@ CASES = [
 
 
 def put_in_place(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of a build instead of those that `test_parity` tests."""
+    """The kernels of a build instead of those that `parity` has."""
     generation, changes = BUILDS[build]
     with installed(generation, **changes):
         kernels = decode_kernels(Backend("ixformer", "tests"))
     assert any(choice.kernel.startswith("ixformer: ") for choice in kernels.choices())
-    monkeypatch.setattr(test_parity, "KERNELS", kernels)
+    monkeypatch.setattr(parity, "KERNELS", kernels)
 
 
 @pytest.mark.parametrize(("build", "case"), CASES)

@@ -17,7 +17,7 @@ from transformers_version import rope
 from graphcap.decode.cache import NULL_BLOCK
 from graphcap.decode.decoder import EagerDecoder
 from graphcap.decode.kernels import DecodeKernels
-from graphcap.decode.step import rotary_table
+from graphcap.decode.rotary import rotary_table
 from graphcap.operations import Operation
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -18,8 +18,11 @@ from graphcap.recorders.tape import TapeRecorder
 PROMPTS = [[5, 7, 9, 11], [3], [100, 20, 30, 40, 50, 60, 70, 80], [1, 2], [450, 3, 2], [9] * 5]
 
 
-def decoder_for(device, recorder, kernels, dtype=torch.float32, max_batch=8):
-    weights = random_weights(preset("tiny"), device=device, dtype=dtype, seed=3)
+shapes = pytest.mark.parametrize("shape", ["tiny", "tiny-hybrid"])
+
+
+def decoder_for(device, recorder, kernels, dtype=torch.float32, max_batch=8, shape="tiny"):
+    weights = random_weights(preset(shape), device=device, dtype=dtype, seed=3)
     backend = choose_backend(kernels, device)
     settings = Settings(recorder=recorder)
     made = Decoder(
@@ -34,8 +37,9 @@ def decoder_for(device, recorder, kernels, dtype=torch.float32, max_batch=8):
 
 @pytest.mark.parametrize("kernels", ["triton", "reference"])
 @pytest.mark.parametrize("recorder", ["cuda", "tape"])
-def test_replay_equals_eager_for_every_batch(device, recorder, kernels):
-    decoder = decoder_for(device, recorder, kernels)
+@shapes
+def test_replay_equals_eager_for_every_batch(device, recorder, kernels, shape):
+    decoder = decoder_for(device, recorder, kernels, shape=shape)
     eager = EagerDecoder(
         decoder.weights,
         PagedCache(
@@ -55,8 +59,9 @@ def test_replay_equals_eager_for_every_batch(device, recorder, kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_promise_1_one_launch_a_token_and_no_allocation(device, dtype):
-    decoder = decoder_for(device, "cuda", "triton", dtype)
+@shapes
+def test_promise_1_one_launch_a_token_and_no_allocation(device, dtype, shape):
+    decoder = decoder_for(device, "cuda", "triton", dtype, shape=shape)
     for rows in range(1, 9):
         decoder.decode([PROMPTS[i % len(PROMPTS)] for i in range(rows)], 4)
         seen = activity(decoder.manager.run, device)
@@ -66,9 +71,10 @@ def test_promise_1_one_launch_a_token_and_no_allocation(device, dtype):
         assert seen.operations == decoder.manager.recording(bucket).census().total
 
 
-def test_triton_and_reference_agree(device):
-    by_triton = decoder_for(device, "cuda", "triton").decode(PROMPTS, 32)
-    by_torch = decoder_for(device, "cuda", "reference").decode(PROMPTS, 32)
+@shapes
+def test_triton_and_reference_agree(device, shape):
+    by_triton = decoder_for(device, "cuda", "triton", shape=shape).decode(PROMPTS, 32)
+    by_torch = decoder_for(device, "cuda", "reference", shape=shape).decode(PROMPTS, 32)
     assert by_triton.token_ids == by_torch.token_ids
 
 

@@ -16,7 +16,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from graphcap.decode.delta_shape import DeltaShape
 from graphcap.decode.kernels import triton as decode
+from graphcap.decode.kernels import triton_hybrid as hybrid
 from graphcap.moe.kernels import triton as moe
 from graphcap.moe.kernels import triton_pdl
 from graphcap.operations import Operation
@@ -160,6 +162,32 @@ def fused_layer(
     call(decode.norm_router, x, norm, 1e-6, empty(e, h, dtype=dtype), x, logits)
 
 
+def hybrid_layers(
+    m: int, delta: DeltaShape, heads: int, d: int, h: int, dtype: torch.dtype
+) -> None:
+    longs, projected = empty(m, dtype=torch.int64), empty(m, delta.projection_rows, dtype=dtype)
+    gates = delta.num_value_heads
+    new, z, beta, decay = projected.split((delta.channels, delta.values, gates, gates), 1)
+    conv = empty(m + 1, delta.channels, delta.conv_width - 1, dtype=dtype)
+    state = (m + 1, gates, delta.key_dim, delta.value_dim)
+    small, mixed = empty(gates, dtype=dtype), empty(m, delta.channels, dtype=dtype)
+    read = empty(m, gates, delta.value_dim, dtype=dtype)
+    taps = empty(delta.channels, delta.conv_width, dtype=dtype)
+    call(hybrid.conv_update, new, taps, conv, longs, longs, longs, mixed)
+    states = empty(*state, dtype=torch.float32)
+    call(hybrid.delta_rule, mixed, beta, decay, small, small, states, longs, longs, longs, read)
+    gate = z.unflatten(1, (gates, delta.value_dim))
+    call(hybrid.gated_rms_norm, read, gate, empty(delta.value_dim, dtype=dtype), read, 1e-6)
+    q, gate = empty(m, heads, 2, d, dtype=dtype).unbind(2)
+    hidden, weight = empty(m, h, dtype=dtype), empty(h, dtype=dtype)
+    call(hybrid.rms_norm, q, empty(d, dtype=dtype), q, 1e-6)
+    cos_sin, k = empty(4096, d // 4, dtype=dtype), empty(m, 1, d, dtype=dtype)
+    call(decode.rotary_embedding, longs, q[..., : d // 4], k[..., : d // 4], cos_sin)
+    call(hybrid.output_gate, empty(m, heads, d, dtype=dtype), gate)
+    call(hybrid.fused_add_rms_norm, hidden, hidden, weight, 1e-6)
+    call(hybrid.shared_gate, hidden, weight.view(1, h), hidden)
+
+
 def main() -> None:
     JITFunction.run = record
     triton_pdl._on_device = lambda device: triton_pdl.IN_TRITON  # as on an H200
@@ -180,6 +208,11 @@ def main() -> None:
     fused_layer(4, 16, 2, 256, 2048, 256, 256, torch.bfloat16)
     fused_layer(3, 5, 1, 40, 200, 7, 100, torch.float16)
     fused_layer(1, 16, 2, 128, 2048, 256, 256, torch.float32)
+    qwen36 = DeltaShape(16, 32, 128, 128, 4)
+    hybrid_layers(1, qwen36, 16, 256, 2048, torch.bfloat16)
+    hybrid_layers(64, qwen36, 16, 256, 2048, torch.bfloat16)
+    hybrid_layers(3, DeltaShape(3, 9, 40, 72, 3), 5, 40, 200, torch.float16)
+    hybrid_layers(1, qwen36, 16, 256, 2048, torch.float32)
     seen = set()
     for kernel, args, kwargs in launches:
         key = f"{kernel.__name__} {[getattr(a, 'dtype', a) for a in args]} {kwargs}"

@@ -158,6 +158,43 @@ def test_attention_that_is_not_told_of_a_graph_is_bound_too() -> None:
     assert kernels.attention.implementation == "ixformer: vllm_paged_attention"
 
 
+class LazyModule(ModuleType):
+    """Loads its operations when they are asked for; some libraries are not on the card's image."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("vllm_moe_topk_softmax", "vllm_paged_attention"):
+            raise OSError(f"libixformer_{name}.so: cannot open shared object file\nsecond line")
+        raise AttributeError(name)
+
+
+def test_an_operation_that_cannot_be_loaded_falls_back_alone() -> None:
+    broken = ("vllm_moe_topk_softmax", "vllm_paged_attention")
+    with installed("newer", without=broken) as module:
+        lazy = LazyModule(module.__name__)
+        vars(lazy).update(vars(module))
+        sys.modules[module.__name__] = lazy
+        assert load_library().generation == "newer"
+        told = notes(decode_kernels(Backend("ixformer", "test")))
+    name = "vllm_moe_topk_softmax"
+    assert told.pop("topk_softmax") == (
+        f"in ixformer.inference.functions, {name} cannot be loaded: libixformer_{name}.so: cannot open "
+        f"shared object file"
+    )
+    assert set(told) == {"attention", "cache write"}
+    assert "vllm_paged_attention cannot be loaded" in told["cache write"]
+
+
+def test_a_wrapper_that_tells_no_order_is_bound_in_its_own_generation_only() -> None:
+    def untold(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("called in an order that nobody knows")
+
+    strange = {"vllm_rotary_embedding": untold}
+    with installed("0.4", without=["vllm_rotary_embedding_neox"], replaced=strange):
+        assert load_library().generation == "0.4"
+        told = notes(decode_kernels(Backend("ixformer", "test")))
+    assert told["rotary_embedding"] == "ixformer.functions has no vllm_rotary_embedding_neox"
+
+
 def test_the_newer_place_comes_first() -> None:
     with installed("newer"):
         sys.modules["ixformer.functions"] = module_of("0.4")
@@ -189,7 +226,7 @@ def test_neither_generation_is_refused_by_name() -> None:
     assert "neither generation" in text
     for name in ("vllm_paged_attention", "residual_rms_norm", "fused_add_rms_norm"):
         assert name in text
-    assert text.endswith("use GRAPHCAP_KERNELS=triton or reference")
+    assert "; use GRAPHCAP_KERNELS=triton or reference (graphcap explain backend)" in text
 
 
 def test_an_import_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,7 +230,8 @@ def test_a_torch_without_nvtx_is_told_once(caplog: pytest.LogCaptureFixture):
             assert nvtx_ranges(Settings(nvtx=True), Nvtx("NVTX functions not installed.")) is None
     (record,) = caplog.records
     assert record.getMessage() == (
-        "GRAPHCAP_NVTX=1 has no effect: torch has no NVTX here: NVTX functions not installed."
+        "GRAPHCAP_NVTX=1 has no effect: torch has no NVTX here: NVTX functions not installed. "
+        "(graphcap explain nvtx)"
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from graphcap.errors import InputError
+from graphcap.moe.grouped import fused_block_size
 from graphcap.moe.slow_shapes import (
     ALIGNED,
     MLX_ALIGNMENT,
@@ -214,6 +215,19 @@ def test_what_cannot_be_asked_is_said(tmp_path: Path):
 
 
 # -- ixformer --------------------------------------------------------------------------------------
+
+
+def test_block_sizes_of_ixformer_are_those_that_graphcap_gives():
+    shape = shape_of()
+    (found,) = ixformer_findings(shape, "0.4.0")
+    told = (
+        "gives 32 up to 64 pairs of a token and an expert (8 tokens here), 64 up to 1024 (128 tokens), "
+        "256 above"
+    )
+    assert shape.top_k == 8
+    assert told in found.detail
+    blocks = [fused_block_size(tokens * shape.top_k) for tokens in (1, 8, 9, 128, 129)]
+    assert blocks == [32, 32, 64, 64, 256]
 
 
 def test_ixformer_says_what_is_not_known():

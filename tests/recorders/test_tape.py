@@ -345,13 +345,25 @@ def test_recording_owns_its_memory():
     assert len(churn) == 50
 
 
+def test_a_timed_replay_does_the_same_and_says_when():
+    x = batch(0)
+    recording = record(lambda x: kernel_layer(x) * x, x)
+    x.copy_(batch(1))
+    times = recording.timed_replay()
+    assert torch.equal(recording.outputs["y"], batch(1) * 4 * batch(1))
+    assert [name for name, _, _ in times] == ["scaled add", "aten.mul.Tensor"]
+    moments = [moment for _, start, end in times for moment in (start, end)]
+    assert moments == sorted(moments)
+
+
 def test_closed_recording_is_refused():
     recording = record(square, batch(0))
     kept = recording.outputs["y"]
     recording.close()
     recording.close()
-    with pytest.raises(StateError, match="closed"):
-        recording.replay()
+    for replay in (recording.replay, recording.timed_replay):
+        with pytest.raises(StateError, match="closed"):
+            replay()
     assert torch.equal(kept, batch(0) ** 2)
 
 

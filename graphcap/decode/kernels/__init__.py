@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 
 from graphcap.decode.cache_format import CacheFormat
+from graphcap.decode.kernels.hybrid import HybridKernels, hybrid_kernels
 from graphcap.moe.kernels import Backend, ExpertKernels, expert_kernels
 from graphcap.operations import KernelChoice, Operation, kernel_choices
 
@@ -35,6 +36,7 @@ class DecodeKernels:
             keys are copied out of it.
         fused: for the fused schedule; None: the backend has none.
         notes: name of a field -> why it is not the backend's own kernel.
+        hybrid: what hybrids need beyond these; None: the backend cannot run them.
     """
 
     experts: ExpertKernels
@@ -52,6 +54,7 @@ class DecodeKernels:
     takes_views: bool = True
     fused: FusedLayerKernels | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
+    hybrid: HybridKernels | None = None
 
     def choices(self) -> tuple[KernelChoice, ...]:
         """Which kernel each operation of the step runs on."""
@@ -87,4 +90,5 @@ def decode_kernels(backend: Backend) -> DecodeKernels:
         module.argmax,
         module.advance,
         fused=fused,
+        hybrid=hybrid_kernels(backend.name),
     )

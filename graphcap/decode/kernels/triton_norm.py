@@ -9,9 +9,12 @@ from graphcap.operations import operation
 
 
 @triton.jit
-def _normalized(x, weight, eps, D: tl.constexpr, dtype: tl.constexpr):
-    """RMS norm of the rows of x (rows, D) float32; rounded to the model's dtype before the weight."""
+def _normalized(x, weight, eps, D: tl.constexpr, dtype: tl.constexpr, ADD_ONE: tl.constexpr):
+    """RMS norm of the rows of x (rows, D) float32; rounded to the model's dtype before the weight, or
+    times 1 + weight without that."""
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps)
+    if ADD_ONE:
+        return x * scale[:, None] * (1.0 + weight.to(tl.float32))[None, :]
     return (x * scale[:, None]).to(dtype).to(tl.float32) * weight.to(tl.float32)[None, :]
 
 
@@ -26,6 +29,7 @@ def _rms_norm_kernel(
     out_head,
     eps,
     heads,
+    ADD_ONE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -36,7 +40,7 @@ def _rms_norm_kernel(
     mask = (head < heads)[:, None] & (d < D)[None, :]
     x = tl.load(x_ptr + row * x_row + head[:, None] * x_head + d[None, :], mask=mask, other=0.0)
     weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
-    value = _normalized(x.to(tl.float32), weight, eps, D, x_ptr.dtype.element_ty)
+    value = _normalized(x.to(tl.float32), weight, eps, D, x_ptr.dtype.element_ty, ADD_ONE)
     tl.store(
         out_ptr + row * out_row + head[:, None] * out_head + d[None, :],
         value.to(out_ptr.dtype.element_ty),
@@ -52,6 +56,7 @@ def _fused_add_rms_norm_kernel(
     x_row,
     residual_row,
     eps,
+    ADD_ONE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -66,7 +71,7 @@ def _fused_add_rms_norm_kernel(
     weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
     total = (residual + x).to(dtype)
     tl.store(residual_at, total, mask=mask)
-    value = _normalized(total.to(tl.float32), weight, eps, D, dtype)
+    value = _normalized(total.to(tl.float32), weight, eps, D, dtype, ADD_ONE)
     tl.store(x_at, value.to(dtype), mask=mask)
 
 
@@ -80,12 +85,9 @@ def warps(elements: int) -> int:
     return min(8, max(1, elements // 256))
 
 
-@operation("rms_norm", "triton: rms_norm")
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
-    """out = x / sqrt(mean(x²) + eps), rounded to the model's dtype, times weight (D,).
-
-    x is (M, D) or (M, heads, D), each row contiguous; it may be a strided view, and `out` may be x.
-    """
+def _run_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, add_one: bool
+) -> None:
     if x.dim() == 3:
         m, heads, d = x.shape
         x_head, out_head = x.stride(1), out.stride(1)
@@ -103,11 +105,46 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: floa
         out_head,
         eps,
         heads,
+        ADD_ONE=add_one,
         D=d,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
         num_warps=warps(block_h * block_d),
     )
+
+
+def _run_fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, add_one: bool
+) -> None:
+    m, d = x.shape
+    block_d = triton.next_power_of_2(d)
+    _fused_add_rms_norm_kernel[(m,)](
+        x,
+        residual,
+        weight,
+        x.stride(0),
+        residual.stride(0),
+        eps,
+        ADD_ONE=add_one,
+        D=d,
+        BLOCK_D=block_d,
+        num_warps=warps(block_d),
+    )
+
+
+@operation("rms_norm", "triton: rms_norm")
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
+    """out = x / sqrt(mean(x²) + eps), rounded to the model's dtype, times weight (D,).
+
+    x is (M, D) or (M, heads, D), each row contiguous; it may be a strided view, and `out` may be x.
+    """
+    _run_rms_norm(x, weight, out, eps, False)
+
+
+@operation("rms_norm", "triton: centred_rms_norm")
+def centred_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
+    """out = x / sqrt(mean(x²) + eps) * (1 + weight (D,)), rounded once; x and out as in `rms_norm`."""
+    _run_rms_norm(x, weight, out, eps, True)
 
 
 @operation("fused_add_rms_norm", "triton: fused_add_rms_norm")
@@ -118,16 +155,13 @@ def fused_add_rms_norm(
 
     x and residual (M, D) with contiguous rows, weight (D,).
     """
-    m, d = x.shape
-    block_d = triton.next_power_of_2(d)
-    _fused_add_rms_norm_kernel[(m,)](
-        x,
-        residual,
-        weight,
-        x.stride(0),
-        residual.stride(0),
-        eps,
-        D=d,
-        BLOCK_D=block_d,
-        num_warps=warps(block_d),
-    )
+    _run_fused_add_rms_norm(x, residual, weight, eps, False)
+
+
+@operation("fused_add_rms_norm", "triton: centred_fused_add_rms_norm")
+def centred_fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> None:
+    """In place: residual += x, rounded to the model's dtype; x = residual / sqrt(mean(residual²) + eps) *
+    (1 + weight), rounded once. Shapes as in `fused_add_rms_norm`."""
+    _run_fused_add_rms_norm(x, residual, weight, eps, True)

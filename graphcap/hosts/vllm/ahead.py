@@ -1,19 +1,23 @@
 """Kernels that a start is sure to need, compiled beside the loading of the weights and the profile run.
 
 With cold caches a start is mostly Triton's compiler, on one core: on an H200 machine 9 to 13 s for vLLM's
-kernel of top-k and top-p, and as long again for the experts at all sizes that are recorded. Triton
+kernel of top-k and top-p, and about 8 s for the experts at all sizes that are recorded. Triton
 gives up Python's lock in its passes, so threads do it meanwhile. They launch the kernels themselves, on
 small tensors of their own, since only a launch says for certain what is compiled.
 
-What fails here is left to the start itself, which comes to the same kernel later.
+What fails here is left to the start itself, which comes to the same kernel later. A start that does not
+come that far (its load raised, the process ends) has its threads stop after the kernel at hand: they would
+launch into the capture of the next engine, and the interpreter must not go away under a compiler.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,8 +31,8 @@ from graphcap.pool import BufferPool
 logger = logging.getLogger(__name__)
 
 MADE_UP = 512
-"""The most tokens of a batch that is made up here: its intermediates take 40 MiB in a model of hidden
-size 2048. vLLM's kernels for more are those of its profile run."""
+"""The most tokens of a batch that is made up here: its three caches take 28 MiB with hidden size 2048,
+expert intermediate 512 and top-8 in bfloat16. vLLM's kernels for more are those of its profile run."""
 
 Work = Callable[[], object]
 
@@ -41,6 +45,7 @@ class Ahead:
         self.choice = choice
         self.device = device
         self._threads: dict[str, threading.Thread] = {}
+        self._ended = threading.Event()
 
     def begin(self, name: str, work: Work) -> None:
         """Start `work`, unless it was started under this name before."""
@@ -51,26 +56,46 @@ class Ahead:
             self._threads[name] = thread
             thread.start()
 
+    def has_begun(self, name: str) -> bool:
+        return name in self._threads
+
+    def each(self, sizes: Iterable[int]) -> Iterator[int]:
+        """`sizes`, as long as somebody waits for them."""
+        for size in sizes:
+            if self._ended.is_set():
+                return
+            yield size
+
     def wait(self, name: str | None = None) -> None:
         """Until `name`, or everything, is done. Before a capture: launches of a thread would break it."""
         for thread in [t for n, t in self._threads.items() if name in (None, n)]:
             thread.join()
 
+    def end(self) -> None:
+        """Have the threads stop after the kernel at hand, and wait until they have."""
+        self._ended.set()
+        self.wait()
+
     def _run(self, name: str, work: Work) -> None:
         began = time.perf_counter()
         try:
-            with (
-                torch.inference_mode(),
-                torch.cuda.device(self.device),
-                torch.cuda.stream(torch.cuda.Stream(self.device)),
-            ):
+            with torch.inference_mode(), _own_stream(self.device):
                 work()
-                torch.cuda.current_stream().synchronize()
         except Exception as error:  # the start compiles it itself, and reports what is wrong
             logger.debug("graphcap: %s not compiled ahead: %r", name, error)
         else:
             took = time.perf_counter() - began
             logger.debug("graphcap: %s compiled ahead in %.1f s", name, took)
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+        torch.cuda.current_stream().synchronize()
 
 
 _now: Ahead | None = None
@@ -80,6 +105,7 @@ _now: Ahead | None = None
 def start(vllm_config: Any, device: torch.device) -> None:
     """A model runner is about to load its weights."""
     global _now
+    end()  # of an engine whose load raised
     choice = Choice.of(vllm_config)
     if choice is None or not choice.taken or choice.recorder != "cuda":
         return
@@ -96,32 +122,57 @@ def wait(name: str | None = None) -> None:
             _now = None
 
 
+@atexit.register
+def end() -> None:
+    """Nobody needs any of it any more."""
+    global _now
+    if _now is not None:
+        _now.end()
+        _now = None
+
+
 def experts_made(layer: Any) -> None:
     """An MoE layer that graphcap may run has been made; its weights are not loaded yet.
+
+    Never raises: what is wrong with a layer or a backend is said where the layer is captured.
 
     Args:
         layer: vLLM's runner of the layer.
     """
-    ahead = _now
-    if ahead is None or obstacle(layer) is not None:
+    if _now is None or _now.has_begun("vllm"):
         return
-    routed = layer.routed_experts
+    try:
+        if obstacle(layer) is None:
+            _compile_experts(_now, layer.routed_experts)
+    except Exception as error:
+        logger.debug("graphcap: experts not compiled ahead: %r", error)
+
+
+def _compile_experts(ahead: Ahead, routed: Any) -> None:
     shapes = (tuple(routed.w13_weight.shape), tuple(routed.w2_weight.shape))
     made = (ahead.device, shapes, routed.w13_weight.dtype, int(routed.top_k))
     sizes = {*ahead.choice.decode, *ahead.choice.mixed_tokens}
     wanted = ahead.choice.kernels
-    if wanted in ("auto", "triton"):
-        kernels = expert_kernels(choose_backend(wanted, ahead.device))
-        few: list[int] = []
-        many: list[int] = []
-        for size in sorted(size for size in sizes if size <= MOST_TOKENS):
-            (few if few_pairs(size, int(routed.top_k), shapes[0][0]) else many).append(size)
-        renormalize = bool(routed.renormalize)
-        ahead.begin("few", lambda: our_experts(kernels, few, renormalize, *made))
-        ahead.begin("many", lambda: our_experts(kernels, many, renormalize, *made))
-        sizes = {size for size in sizes if size > MOST_TOKENS} | {ahead.choice.decode[-1]}
-    theirs = sorted(size for size in sizes if size <= MADE_UP)
-    ahead.begin("vllm", lambda: vllm_experts(theirs, *made))
+    theirs = sorted(
+        size
+        for size in sizes
+        if size <= MADE_UP
+        and (wanted == "vllm" or size > MOST_TOKENS or size == ahead.choice.decode[-1])
+    )
+    ahead.begin("vllm", lambda: vllm_experts(ahead.each(theirs), *made))
+    # Others have nothing to compile, and ixformer's would read weights that lie in the memory of one
+    # expert as if they were all there.
+    backend = None if wanted == "vllm" else choose_backend(wanted, ahead.device)
+    if backend is None or backend.name != "triton":
+        return
+    kernels = expert_kernels(backend)
+    few: list[int] = []
+    many: list[int] = []
+    for size in sorted(size for size in sizes if size <= MOST_TOKENS):
+        (few if few_pairs(size, int(routed.top_k), shapes[0][0]) else many).append(size)
+    renormalize = bool(routed.renormalize)
+    ahead.begin("few", lambda: our_experts(kernels, ahead.each(few), renormalize, *made))
+    ahead.begin("many", lambda: our_experts(kernels, ahead.each(many), renormalize, *made))
 
 
 def sample(vllm_config: Any, device: torch.device) -> None:

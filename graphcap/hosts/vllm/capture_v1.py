@@ -12,6 +12,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from graphcap.errors import BackendError
+from graphcap.explain import warn
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.engine import DECODE, MIXED, EngineCapture
 from graphcap.hosts.vllm.wrapper_v1 import Phase, StepWrapper, wrapper_of
@@ -142,6 +143,6 @@ def captured_by_graphcap(runner: Any, wrapper: StepWrapper, descriptors: Sequenc
     try:
         capture_full(runner, wrapper, descriptors)
     except BackendError as error:
-        logger.warning("graphcap leaves this engine to vLLM: %s", error)
+        warn(logger, "left-to-vllm", "graphcap leaves this engine to vLLM: %s", error)
         return False
     return True

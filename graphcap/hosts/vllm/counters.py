@@ -6,7 +6,7 @@ up with zeros. A record counts once ``used`` in the header says so, so a name is
 written, and names can come while others read.
 
 Names are ``replays BUCKET ROWS``, ``mixed BUCKET``, ``mixed_padding BUCKET``, ``fallbacks REASON``,
-``eager ROWS`` and the gauges in `GAUGES`.
+``eager ROWS``, and the gauges in `GAUGES`, ``bucket_ns BUCKET`` and ``bucket_bytes BUCKET``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from graphcap.explain import warn
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +58,21 @@ def share_directory() -> Path | None:
     try:
         made = tempfile.mkdtemp(prefix="graphcap-metrics-")
     except OSError as error:
-        logger.warning("graphcap metrics are not shown: no temporary directory: %s", error)
+        warn(logger, "metrics", "graphcap metrics are not shown: no temporary directory: %s", error)
         return None
     os.environ[DIRECTORY_VARIABLE] = made
+    _MADE.append((made, os.getpid()))
     atexit.register(_remove, made, os.getpid())
     return Path(made)
+
+
+_MADE: list[tuple[str, int]] = []
+"""Directories and the processes that made them: of this one, and inherited where it was forked."""
+
+
+def made_here() -> Path | None:
+    """The directory of this server's counters where this process made it: it sees the others end."""
+    return next((Path(made) for made, creator in _MADE if creator == os.getpid()), None)
 
 
 def _remove(directory: str, creator: int) -> None:
@@ -122,13 +134,32 @@ class SharedCounters:
         if rows is not None:
             self._add(f"eager {rows}")
 
-    def captured(self, *, seconds: float, graph_bytes: int, pool_bytes: int) -> None:
-        """Say what capture() took. Later calls replace earlier ones."""
+    def captured(
+        self,
+        *,
+        seconds: float,
+        graph_bytes: int,
+        pool_bytes: int,
+        bucket_bytes: Mapping[int, int] | None = None,
+        bucket_ms: Mapping[int, float] | None = None,
+    ) -> None:
+        """Say what capture() took. Later calls replace earlier ones.
+
+        Args:
+            bucket_bytes, bucket_ms: decode bucket -> memory of its recording, time of a replay.
+        """
         for name, value in zip(
             GAUGES, (round(seconds * 1e9), graph_bytes, pool_bytes), strict=True
         ):
-            cell = self._cell(name)
-            self._cells[cell] = value
+            self._set(name, value)
+        for bucket, nbytes in (bucket_bytes or {}).items():
+            self._set(f"bucket_bytes {bucket}", nbytes)
+        for bucket, ms in (bucket_ms or {}).items():
+            self._set(f"bucket_ns {bucket}", round(ms * 1e6))
+
+    def _set(self, name: str, value: int) -> None:
+        cell = self._cell(name)  # first: it may replace self._cells
+        self._cells[cell] = value
 
     def _add(self, name: str) -> None:
         cell = self._cell(name)  # first: it may replace self._cells
@@ -168,7 +199,9 @@ class SharedCounters:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning(
+            warn(
+                logger,
+                "metrics",
                 "graphcap metrics of engine %d rank %d are incomplete from now on: %s",
                 self.engine,
                 self.rank,
@@ -246,6 +279,7 @@ class WorkerCounts:
         eager: real rows -> steps run eagerly, of those whose rows were told.
         mixed, mixed_padding: bucket, in tokens -> mixed batches served, tokens of padding in them.
         gauges: name in `GAUGES` -> latest value.
+        bucket_bytes, bucket_ns: decode bucket -> memory of its recording, time of a replay; latest.
     """
 
     replays: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -254,6 +288,8 @@ class WorkerCounts:
     gauges: dict[str, int] = field(default_factory=dict)
     mixed: Counter[int] = field(default_factory=Counter)
     mixed_padding: Counter[int] = field(default_factory=Counter)
+    bucket_bytes: dict[int, int] = field(default_factory=dict)
+    bucket_ns: dict[int, int] = field(default_factory=dict)
 
     @property
     def padding_rows(self) -> int:
@@ -287,6 +323,10 @@ class WorkerCounts:
                 self.mixed[int(rest)] += value
             elif kind == "mixed_padding":
                 self.mixed_padding[int(rest)] += value
+            elif kind == "bucket_bytes":
+                self.bucket_bytes[int(rest)] = value
+            elif kind == "bucket_ns":
+                self.bucket_ns[int(rest)] = value
             elif kind == "fallbacks":
                 self.fallbacks[rest] += value
             elif name in GAUGES:

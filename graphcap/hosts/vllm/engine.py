@@ -8,23 +8,25 @@ tokens). The model runner decides when a phase of the capture happens; see `capt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from graphcap.buckets import BucketLadder
-from graphcap.errors import StaleRecordingError
+from graphcap.errors import StaleRecordingError, anchor_in
+from graphcap.explain import warn
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.experts import PooledExperts
 from graphcap.hosts.vllm.inputs import EngineInputs
+from graphcap.hosts.vllm.ranks import agreed, alone, common_recorder, no_vote_on_error
 from graphcap.hosts.vllm.reporting import Reporter
 from graphcap.manager import CaptureManager
 from graphcap.pool import BufferPool
 from graphcap.reachable import Watched, module_tensors, watch
-from graphcap.recorders.select import select_recorder
+from graphcap.recorders.select import probe_capture
 from graphcap.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,9 @@ class EngineCapture:
         device: where the model runs.
         buckets: (kind, size) of what the engine will dispatch to, where that is not what was chosen:
             vLLM may settle on other sizes, or on none for mixed batches.
+
+    Raises:
+        BackendError: the recorder that was asked for cannot work here, or on another rank.
     """
 
     def __init__(
@@ -70,7 +75,7 @@ class EngineCapture:
         self._watched_kinds: set[str] = set()
         self._model = model
         self._layers = vllm_config.compilation_config.static_forward_context
-        self._recorder = select_recorder(settings.recorder, device)
+        self._recorder = common_recorder(settings.recorder, device)
         self._hybrid = bool(getattr(vllm_config.model_config, "is_hybrid", False))
         text = vllm_config.model_config.hf_text_config
         limits = (int(text.vocab_size), int(vllm_config.model_config.max_model_len))
@@ -115,11 +120,11 @@ class EngineCapture:
             return False
         manager = self.managers[kind]
         self._recorder.watched = kind not in self._watched_kinds
-        with _no_vote_on_error():
+        with no_vote_on_error():
             made = manager.record(size, self._bound(forward))
         if made:
             self._watched_kinds.add(kind)
-        if not agreed(made) and not _alone():
+        if not agreed(made) and not alone():
             why = manager.failure_of(size) or "the recording failed on another rank"
             self.give_up(f"bucket {size} ({kind}): {why}")
             return False
@@ -129,7 +134,12 @@ class EngineCapture:
         """Drop every recording on this rank; from here on every step is vLLM's own."""
         self.failed = why
         _leave_graph_buffers_alone()
-        logger.warning("graphcap records nothing in this engine, steps run eagerly: %s", why)
+        warn(
+            logger,
+            anchor_in(why, "nothing-recorded"),
+            "graphcap records nothing in this engine, steps run eagerly: %s",
+            why,
+        )
         for manager in self.managers.values():
             for size in manager.ladder:
                 manager.drop(size, "rank_failed", why)
@@ -146,11 +156,19 @@ class EngineCapture:
         manager = self.managers[kind]
         if manager.failure_of(size) is not None:
             return
-        with _no_vote_on_error():
-            manager.verify(size, self._bound(forward))
-        mine = manager.failure_of(size)
-        if not agreed(mine is None) and mine is None:
-            manager.drop(size, "rank_failed", f"bucket {size}: it differed on another rank")
+        # Timed after the vote: replays of the ranks wait for each other, and a rank on which the bucket
+        # has failed replays it no more.
+        for phase in (
+            partial(manager.verify, size, self._bound(forward)),
+            partial(manager.time, size),
+        ):
+            with no_vote_on_error():
+                phase()
+            mine = manager.failure_of(size)
+            if not agreed(mine is None):
+                if mine is None:
+                    manager.drop(size, "rank_failed", f"bucket {size}: it differed on another rank")
+                return
 
     def finish(self) -> None:
         reports = {kind: manager.finish() for kind, manager in self.managers.items()}
@@ -241,10 +259,21 @@ def _as_dispatched(choice: Choice, buckets: Iterable[tuple[str, int]]) -> Choice
 
 def warn_of_eager_mixed_batches() -> None:
     """The attention backend cannot record what was to be recorded whole, which only vLLM finds out."""
-    logger.warning(
+    warn(
+        logger,
+        "mixed-eager",
         "mixed prefill-decode batches run eagerly: the attention backend turned out to record "
-        "decode batches only; set compilation_config mode=3 to have vLLM compile them"
+        "decode batches only; set compilation_config mode=3 to have vLLM compile them",
     )
+
+
+def makes_graphs(choice: Choice | None, device: torch.device) -> bool:
+    """Whether steps become graphs here, so that vLLM can estimate their memory with throw-away ones.
+
+    Asked before a capture, never inside one.
+    """
+    asked_for_tape = choice is not None and choice.recorder == "tape"
+    return not asked_for_tape and probe_capture(device).works
 
 
 def row_slots(context: Any) -> torch.Tensor | None:
@@ -256,34 +285,6 @@ def row_slots(context: Any) -> torch.Tensor | None:
     if not isinstance(mapping, dict):
         return None
     return next((slots for slots in mapping.values() if slots.dtype == torch.int64), None)
-
-
-def _alone() -> bool:
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return bool(get_tp_group().world_size == 1)
-
-
-def agreed(mine: bool) -> bool:
-    """Whether all tensor-parallel ranks say yes. Talks over the host, never over the device."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    if group.world_size == 1:
-        return mine
-    vote = torch.tensor([int(mine)], dtype=torch.int32, device="cpu")
-    torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(vote.item())
-
-
-@contextmanager
-def _no_vote_on_error() -> Iterator[None]:
-    """What raises here (``GRAPHCAP_STRICT=1``, an interrupt) still votes no: the others wait for it."""
-    try:
-        yield
-    except BaseException:
-        agreed(False)
-        raise
 
 
 def _leave_graph_buffers_alone() -> None:

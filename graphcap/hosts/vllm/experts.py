@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from graphcap.errors import BackendError
+from graphcap.explain import warn
 from graphcap.moe.experts import RoutedExperts
 from graphcap.moe.kernels import ExpertKernels, choose_backend, expert_kernels
 from graphcap.moe.ranges import nvtx_ranges
+from graphcap.operations import KernelChoice
 from graphcap.pool import BufferPool
 from graphcap.settings import Settings
 
@@ -61,7 +63,11 @@ class PooledExperts:
                 self.kernels, self.why = expert_kernels(backend), backend.why
             except BackendError as error:
                 self.why = str(error)
-                logger.warning("MoE layers stay on vLLM's kernels: %s", error)
+                warn(logger, "moe-layers", "MoE layers stay on vLLM's kernels: %s", error)
+
+    def choices(self) -> tuple[KernelChoice, ...]:
+        """Which kernel each operation of a layer runs on, where that is graphcap's choice."""
+        return () if self.kernels is None else self.kernels.choices()
 
     @contextmanager
     def serving(self) -> Iterator[None]:

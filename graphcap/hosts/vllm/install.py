@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from graphcap.explain import warn
 from graphcap.hosts.vllm import versions
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.config import (
@@ -35,12 +36,12 @@ def install(settings: Settings, status: PluginStatus) -> None:
             f"({versions.window()}); install one of these, or a newer graphcap",
         )
     elif generation == "V0":
-        _install_v0(vllm.__version__, status)
+        _install_v0(vllm.__version__, settings, status)
     else:
         _install_v1(vllm.__version__, settings, status)
 
 
-def _install_v0(version: str, status: PluginStatus) -> None:
+def _install_v0(version: str, settings: Settings, status: PluginStatus) -> None:
     faults = _faults(versions.V0_HOOKS, status)
     if "all" in faults or "v0" in faults:
         _refuse(status, _listed(faults))
@@ -56,9 +57,10 @@ def _install_v0(version: str, status: PluginStatus) -> None:
         status.parts["experts"] = experts.install()
     runner.install()
     status.parts["v0"] = "installed"
-    from graphcap.hosts.vllm import counters, metrics
+    from graphcap.hosts.vllm import counters, metrics, served
 
     counters.share_directory()
+    served.write_at_exit(settings.report)
     status.parts["metrics"] = metrics.join_vllm_endpoint()
     status.state, status.why = "on", ""
     logger.info("graphcap is on for vLLM %s (V0 engine)", version)
@@ -77,7 +79,7 @@ def _listed(faults: Mapping[str, Sequence[str]]) -> str:
 
 def _warn_of(faults: Mapping[str, Sequence[str]], version: str) -> None:
     for text in (text for texts in faults.values() for text in texts):
-        logger.warning("graphcap: a hook is missing in vLLM %s: %s", version, text)
+        warn(logger, "missing-hook", "graphcap: a hook is missing in vLLM %s: %s", version, text)
 
 
 def _install_v1(version: str, settings: Settings, status: PluginStatus) -> None:
@@ -112,10 +114,11 @@ def _install_v1(version: str, settings: Settings, status: PluginStatus) -> None:
         from graphcap.hosts.vllm import experts
 
         status.parts["experts"] = experts.register()
-    from graphcap.hosts.vllm import calls, counters, metrics
+    from graphcap.hosts.vllm import calls, counters, metrics, served
 
     calls.install()
     counters.share_directory()
+    served.write_at_exit(settings.report)
     status.parts["metrics"] = metrics.join_vllm_endpoint()
     status.state, status.why = "on", ""
     logger.info("graphcap is on for vLLM %s (%s)", version, device)
@@ -123,7 +126,7 @@ def _install_v1(version: str, settings: Settings, status: PluginStatus) -> None:
 
 def _refuse(status: PluginStatus, why: str) -> None:
     status.state, status.why = "refused", why
-    logger.warning("graphcap stays off: %s", why)
+    warn(logger, "stays-off", "graphcap stays off: %s", why)
 
 
 def _install_config(settings: Settings, device: str, status: PluginStatus) -> None:
@@ -135,7 +138,7 @@ def _install_config(settings: Settings, device: str, status: PluginStatus) -> No
         fresh = choice is None and self.model_config is not None
         if fresh:
             choice = decide(self, settings, device=device, hopper=_is_hopper(device))
-            as_set = copy.deepcopy(self.compilation_config)
+            set_back = _setter_back(self)
             apply_before(self, choice)
         result = original(self, *args, **kwargs)
         if choice is not None and choice.taken:
@@ -143,16 +146,36 @@ def _install_config(settings: Settings, device: str, status: PluginStatus) -> No
             if gap is not None:
                 choice = withdraw(self, choice, gap)
                 if fresh:  # sizes and modes made for graphcap's recordings are none for vLLM's
-                    self.compilation_config = as_set
+                    set_back()
                     result = original(self, *args, **kwargs)
             elif device == "cpu":
                 apply_after_on_cpu(self, choice)
         if fresh and choice is not None:
-            level = logging.INFO if choice.taken else logging.WARNING
-            logger.log(level, "%s", choice.text())
+            if choice.taken:
+                logger.info("%s", choice.text())
+            else:
+                warn(logger, "left-to-vllm", "%s", choice.text())
         return result
 
     wrap(VllmConfig, "__post_init__", around)
+
+
+def _setter_back(config: Any) -> Callable[[], None]:
+    """What puts the parts of a `VllmConfig` that the plugin writes into back to what they are now. They
+    stay the same objects: whoever made them may still hold them."""
+    parts = [
+        part
+        for part in (config.compilation_config, getattr(config, "kernel_config", None))
+        if part is not None
+    ]
+    values = [copy.deepcopy(vars(part)) for part in parts]
+
+    def set_back() -> None:
+        for part, value in zip(parts, values, strict=True):
+            vars(part).clear()
+            vars(part).update(value)
+
+    return set_back
 
 
 def _gap(config: Any, status: PluginStatus, device: str) -> str | None:

@@ -3,7 +3,9 @@
 Every metric has the labels ``engine`` (index of the engine core, as in vLLM's own metrics) and
 ``rank`` (of the worker within it). The ranks of one engine run the same steps: sums over engines are
 totals, sums over ranks count a step once per rank, so take one rank, or ``max by (engine)``. Bytes are
-of each rank's own device. ``graphcap_batches`` is shown for the lowest rank of each engine only.
+of each rank's own device. Those with a series for each batch size or bucket (``graphcap_batches``,
+``graphcap_bucket_bytes``, ``graphcap_bucket_replay_seconds``), which ``graphcap plan`` reads, are shown for
+the lowest rank of each engine only.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from graphcap.explain import warn
 from graphcap.hosts.vllm.counters import DIRECTORY_VARIABLE, WorkerCounts, read_workers
 
 if TYPE_CHECKING:
@@ -120,6 +123,22 @@ _FAMILIES = (
         _gauge("graph_bytes"),
     ),
     _Family("gauge", "graphcap_pool_bytes", "Size of the buffer pool.", None, _gauge("pool_bytes")),
+    _Family(
+        "gauge",
+        "graphcap_bucket_bytes",
+        "Memory that the recording of a decode bucket took, as measured.",
+        "bucket",
+        lambda worker: worker.bucket_bytes,
+        every_rank=False,
+    ),
+    _Family(
+        "gauge",
+        "graphcap_bucket_replay_seconds",
+        "Least time of a replay of a full decode bucket, as measured at the end of the capture.",
+        "bucket",
+        lambda worker: {bucket: ns / 1e9 for bucket, ns in worker.bucket_ns.items()},
+        every_rank=False,
+    ),
 )
 
 
@@ -240,7 +259,7 @@ def _patch_get_prometheus_registry(module: Any) -> None:
             try:
                 _register(registry)
             except Exception as error:  # a metric must not cost the server
-                logger.warning("graphcap metrics are not shown: %s", error)
+                warn(logger, "metrics", "graphcap metrics are not shown: %s", error)
             return registry
 
         get_prometheus_registry._graphcap = original  # type: ignore[attr-defined]

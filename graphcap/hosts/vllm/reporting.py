@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from graphcap.explain import warn
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.counters import SharedCounters
 from graphcap.hosts.vllm.experts import PooledExperts
+from graphcap.hosts.vllm.served import path_of_rank
 from graphcap.pool import BufferPool
-from graphcap.report import CaptureReport
+from graphcap.report import CaptureReport, write_json
 from graphcap.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -62,12 +64,17 @@ class Reporter:
         """The capture is over: say it once, write it down, count it."""
         seconds = sum(report.seconds for report in reports.values())
         graph_bytes = sum(report.graph_bytes for report in reports.values())
+        decode = reports["decode"].buckets if "decode" in reports else ()
         self._counters.captured(
-            seconds=seconds, graph_bytes=graph_bytes, pool_bytes=engine.pool.nbytes
+            seconds=seconds,
+            graph_bytes=graph_bytes,
+            pool_bytes=engine.pool.nbytes,
+            bucket_bytes={bucket.size: bucket.nbytes for bucket in decode},
+            bucket_ms={b.size: b.replay_ms for b in decode if b.replay_ms is not None},
         )
         logger.info("%s", "\n  ".join(self._lines(engine, reports, notes)))
         if self._path is not None:
-            self._write(self._path, self._plain(engine, reports, notes))
+            self._write(path_of_rank(self._path, self.rank), self._plain(engine, reports, notes))
 
     def _lines(
         self, engine: Captured, reports: Mapping[str, CaptureReport], notes: Sequence[str]
@@ -100,6 +107,11 @@ class Reporter:
         lines.append(f"pool: {engine.pool.nbytes / 2**20:.2f} MiB for all layers and buckets")
         for what, count in sorted(engine.experts.layers.items()):
             lines.append(f"{count} MoE layers: {what}")
+        lines += [
+            f"{choice.operation} runs on {choice.kernel}: {choice.note}"
+            for choice in engine.experts.choices()
+            if choice.note
+        ]
         lines += [*notes, f"mixed prefill-decode batches: {self._choice.mixed}"]
         counted = ", ".join(f"{reason} {n}" for reason, n in sorted(self.fallbacks.items()))
         lines.append(f"fallbacks so far: {counted or 'none'}")
@@ -118,18 +130,23 @@ class Reporter:
             "managers": {kind: report.to_json() for kind, report in reports.items()},
             "breaks": breaks(reports["decode"]),
             "moe_layers": dict(engine.experts.layers),
+            "kernels": [asdict(choice) for choice in engine.experts.choices()],
             "pool_bytes": engine.pool.nbytes,
             "fallbacks": dict(self.fallbacks),
             "notes": list(notes),
         }
 
     def _write(self, path: Path, plain: dict[str, Any]) -> None:
-        if self.rank:
-            path = path.with_name(f"{path.stem}.rank{self.rank}{path.suffix}")
         try:
-            path.write_text(json.dumps(plain, indent=2) + "\n")
+            write_json(path, plain)
         except OSError as error:  # a full disk must not cost the recordings
-            logger.warning("the capture report was not written to %s: %s", path, error)
+            warn(
+                logger,
+                "report-not-written",
+                "the capture report was not written to %s: %s",
+                path,
+                error,
+            )
 
 
 def breaks(report: CaptureReport) -> int:

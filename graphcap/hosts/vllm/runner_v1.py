@@ -16,6 +16,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from graphcap.explain import warn
 from graphcap.hosts.vllm import ahead
 from graphcap.hosts.vllm.capture_v1 import captured_by_graphcap, finish_capture, sequence_length
 from graphcap.hosts.vllm.choice import Choice
@@ -36,7 +37,9 @@ def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if type(self.model) is CUDAGraphWrapper:
         self.model = StepWrapper(self.model.runnable, self.vllm_config, self)
     else:
-        logger.warning(
+        warn(
+            logger,
+            "left-to-vllm",
             "graphcap leaves this engine to vLLM: its model is wrapped in %s, expected %s",
             type(self.model).__name__,
             CUDAGraphWrapper.__name__,

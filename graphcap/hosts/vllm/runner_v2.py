@@ -8,7 +8,8 @@ model's manager; those of draft models stay vLLM's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,12 +24,14 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from graphcap.errors import BackendError
+from graphcap.explain import warn
 from graphcap.hosts.vllm import ahead
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.engine import (
     DECODE,
     MIXED,
     EngineCapture,
+    makes_graphs,
     row_slots,
     warn_of_eager_mixed_batches,
 )
@@ -227,21 +230,32 @@ def _capture(original: Any, self: Any, create_forward_fn: Any, *args: Any, **kwa
     held = _model_of(self)
     profiling = getattr(self, "_max_full_descs_to_capture", None) is not None
     full = self._capture_descs.get(CUDAGraphMode.FULL)
-    if held is None or profiling or not full:
+    if held is None or not full:
         return original(self, create_forward_fn, *args, **kwargs)
+    if profiling:  # with throw-away graphs, of which a tape has none, and which the card may refuse
+        with _graphs_of(self, full=makes_graphs(_taken(self), torch.device(self.device))):
+            return original(self, create_forward_fn, *args, **kwargs)
     try:
         engine = _new_engine(self, held, full)
     except BackendError as error:
-        logger.warning("graphcap leaves this engine to vLLM: %s", error)
+        warn(logger, "left-to-vllm", "graphcap leaves this engine to vLLM: %s", error)
         return original(self, create_forward_fn, *args, **kwargs)
-    everything = self._capture_descs
-    self._capture_descs = {m: d for m, d in everything.items() if m != CUDAGraphMode.FULL}
-    try:
+    with _graphs_of(self, full=False):
         result = original(self, create_forward_fn, *args, **kwargs)
-    finally:
-        self._capture_descs = everything
     _capture_full(self, held, engine, list(full), create_forward_fn)
     return result
+
+
+@contextmanager
+def _graphs_of(manager: Any, *, full: bool) -> Iterator[None]:
+    """What vLLM captures by itself inside: everything, or all but full graphs."""
+    everything = manager._capture_descs
+    if not full:
+        manager._capture_descs = {m: d for m, d in everything.items() if m != CUDAGraphMode.FULL}
+    try:
+        yield
+    finally:
+        manager._capture_descs = everything
 
 
 def _run_fullgraph(original: Any, self: Any, desc: Any, *args: Any, **kwargs: Any) -> Any:

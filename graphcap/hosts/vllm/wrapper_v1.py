@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.platforms import current_platform
 
 from graphcap.hosts.vllm.choice import Choice
-from graphcap.hosts.vllm.engine import DECODE, MIXED, EngineCapture, row_slots
+from graphcap.hosts.vllm.engine import DECODE, MIXED, EngineCapture, makes_graphs, row_slots
 
 Phase = Callable[[str, int, Callable[[], Any], "torch.Tensor | None", dict[str, Any]], Any]
 """What a capture does with one call of the model: (kind, size, forward, row slots, arguments) -> output."""
@@ -20,7 +21,8 @@ Phase = Callable[[str, int, Callable[[], Any], "torch.Tensor | None", dict[str, 
 
 class StepWrapper(CUDAGraphWrapper):
     """The model as the runner calls it. Outside of graphcap's capture and serving it is vLLM's wrapper,
-    also for the throw-away graphs with which vLLM estimates memory."""
+    also for the throw-away graphs with which vLLM estimates memory; where the recorder is the tape there
+    are none, since the card may refuse them."""
 
     def __init__(self, runnable: Any, vllm_config: Any, runner: Any) -> None:
         if current_platform.is_cpu():  # vLLM's wrapper asks the platform for a pool of graph memory
@@ -44,7 +46,8 @@ class StepWrapper(CUDAGraphWrapper):
             forward = _forward(self.runnable, args, kwargs)
             return self.phase(kind, size, forward, row_slots(context), kwargs)
         if self.engine is None:
-            if current_platform.is_cpu():
+            full = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
+            if current_platform.is_cpu() or (full and not self._makes_graphs):
                 return self.runnable(*args, **kwargs)
             return super().__call__(*args, **kwargs)
         if context.cudagraph_runtime_mode != CUDAGraphMode.FULL:
@@ -67,6 +70,10 @@ class StepWrapper(CUDAGraphWrapper):
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+
+    @cached_property
+    def _makes_graphs(self) -> bool:
+        return makes_graphs(taken(self._runner.vllm_config), torch.device(self._runner.device))
 
     def _real_rows(self) -> int:
         """Tokens of this step that are no padding."""

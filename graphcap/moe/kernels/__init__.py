@@ -13,6 +13,7 @@ from inspect import signature
 import torch
 
 from graphcap.errors import BackendError
+from graphcap.explain import warn
 from graphcap.operations import KernelChoice, Operation, kernel_choices
 
 logger = logging.getLogger(__name__)
@@ -99,10 +100,12 @@ def _triton_version() -> str | None:
         found = str(import_module("triton").__version__)
         dot = import_module("triton.language").dot
     except Exception as error:
-        logger.warning("Triton is installed but cannot be imported: %s", error)
+        warn(logger, "triton", "Triton is installed but cannot be imported: %s", error)
         return None
     if "input_precision" not in signature(dot).parameters:
-        logger.warning(
+        warn(
+            logger,
+            "triton",
             "Triton %s is too old for graphcap's kernels: its tl.dot has no input_precision, expected "
             "Triton 3.0 or newer",
             found,
@@ -159,9 +162,11 @@ def choose_backend(wanted: str, device: torch.device) -> Backend:
         try:
             return Backend("ixformer", f"{load_library().title} is there", _stand_in())
         except BackendError as error:
-            logger.warning("ixformer is not used: %s", error)
+            warn(logger, "ixformer", "ixformer is not used: %s", error)
     if version is None:
-        logger.warning(
+        warn(
+            logger,
+            "triton",
             "Triton is missing, broken or older than 3.0, so %s runs the reference kernels, which are "
             "made to be right, not fast; pip install triton",
             device,
@@ -177,7 +182,9 @@ def _stand_in() -> str:
     try:
         import_module("graphcap.decode.kernels.triton")
     except Exception as error:  # an old Triton, as CoreX images have
-        logger.warning(
+        warn(
+            logger,
+            "triton",
             "graphcap's Triton kernels cannot be imported with this Triton (%s); what ixformer lacks "
             "runs on the reference kernels, which are made to be right, not fast",
             error,

@@ -4,7 +4,8 @@ ixformer is Iluvatar CoreX's library of fused operations. It ships with their im
 here was run on a card: names and orders of arguments were read from public code that calls or copies
 it. Two generations exist whose orders differ (``rms_norm`` swaps ``output`` and ``eps``), so that an
 operation is bound to a `Form`, a known order, which ``inspect.signature`` must confirm where the
-operation is Python. A builtin without a signature is taken by the generation of its module alone.
+operation is Python. What tells no signature (a builtin, a wrapper of ``*args``) is taken by the
+generation of its module alone.
 """
 
 from __future__ import annotations
@@ -61,12 +62,9 @@ class Form:
 
     def disagreement(self, function: Callable[..., Any]) -> str | None:
         """What `function`'s signature says against this form; None if nothing, or if it has none."""
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError):
+        parameters = _parameters(function)
+        if parameters is None:
             return None
-        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            return None  # a wrapper that tells nothing
         by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         names = [p.name for p in by_place]
         wrong = [
@@ -123,12 +121,17 @@ class Library:
         problems: list[str] = []
         absent: list[str] = []
         for form in sorted(forms, key=lambda form: form.generation not in (None, self.generation)):
-            function = getattr(self.module, form.name, None)
+            own = form.generation in (None, self.generation)
+            try:
+                function = getattr(self.module, form.name, None)
+            except Exception as error:  # a module that loads its operations when they are asked for
+                problems += [f"{form.name} cannot be loaded: {_first_line(error)}"] if own else []
+                continue
             if not callable(function):
-                if form.generation in (None, self.generation) and form.name not in absent:
+                if own and form.name not in absent:
                     absent.append(form.name)
                 continue
-            if form.generation not in (None, self.generation) and not _has_signature(function):
+            if not own and not _tells_its_order(function):
                 continue  # nothing confirms an order that the generation does not have
             problem = form.disagreement(function)
             if problem is None:
@@ -139,12 +142,28 @@ class Library:
         return f"{self.path} has no {' or '.join(absent or sorted({f.name for f in forms}))}"
 
 
-def _has_signature(function: Callable[..., Any]) -> bool:
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Of `function`; None where it tells none, as a builtin or a bare ``(*args, **kwargs)`` wrapper."""
     try:
-        inspect.signature(function)
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
+        return None
+    return None if any(p.kind is p.VAR_POSITIONAL for p in parameters) else parameters
+
+
+def _tells_its_order(function: Callable[..., Any]) -> bool:
+    return _parameters(function) is not None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+def _is_there(module: ModuleType, name: str) -> bool:
+    try:
+        return callable(getattr(module, name, None))
+    except Exception:  # of a module that loads its operations when they are asked for
         return False
-    return True
 
 
 def load_library() -> Library:
@@ -159,7 +178,7 @@ def load_library() -> Library:
         try:
             module = import_module(path)
         except Exception as error:  # a missing libmpi is an OSError, a broken binding anything
-            failures.append(f"{path}: {(str(error) or repr(error)).splitlines()[0]}")
+            failures.append(f"{path}: {_first_line(error)}")
             continue
         generation = _generation(module)
         if generation is not None:
@@ -183,7 +202,7 @@ def load_library() -> Library:
 
 def _generation(module: ModuleType) -> str | None:
     shares = {
-        generation: sum(callable(getattr(module, name, None)) for name in names) / len(names)
+        generation: sum(_is_there(module, name) for name in names) / len(names)
         for generation, names in MARKERS.items()
     }
     if not any(shares.values()):

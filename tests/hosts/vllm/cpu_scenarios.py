@@ -352,6 +352,16 @@ def moved(llm: Any) -> None:
     llm.collective_rpc(change)
 
 
+def moved_inside(llm: Any) -> None:
+    """By a function that passes the wrapper's look-up by."""
+
+    def change(wrapper: Any) -> None:
+        for module, weight in _other_norms(wrapper.worker).items():
+            module.weight.data = weight.clone()
+
+    llm.collective_rpc(change)
+
+
 def reloaded(llm: Any) -> None:
     # Of a dense model: vLLM 0.32 packs experts that it reloads on a CPU otherwise than it loads them.
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model("other dense"))})
@@ -435,6 +445,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "weights copied": weights_change("moe", copied),
     "weights rebound": weights_change("moe", rebound),
     "weights moved": weights_change("moe", moved),
+    "weights moved inside": weights_change("moe", moved_inside),
     "weights reloaded": weights_change("dense", reloaded),
     "weights repacked": weights_change("dense", repacked),
     "one after the other": one_after_the_other,

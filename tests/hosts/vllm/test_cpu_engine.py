@@ -345,6 +345,7 @@ def test_weights_copied_in_place_are_served(scenarios: Scenarios, tokens: Any) -
     [
         ("rebound", "norm.weight is another tensor now"),
         ("moved", "norm.weight has moved to another address"),
+        ("moved inside", "norm.weight has moved to another address"),
     ],
 )
 def test_rebound_weights_are_never_replayed(

@@ -100,6 +100,18 @@ def test_without_kernels_of_graphcap_layers_stay_on_vllms(v0_facts: Facts):
     assert found["layers"] == {"vLLM's kernels: GRAPHCAP_KERNELS=vllm": 1}
 
 
+def test_a_prefill_keeps_vllms_path_however_short(v0_facts: Facts):
+    found = v0_facts["prefill"]
+    assert found["calls"] == {"a prefill": 1, "graphcap": 1}
+    assert set(found["kernels"]) == OF_VLLM
+    assert found["error"] < TOLERANCE["bfloat16"]
+
+
+def test_top_k_and_fused_moe_are_ranges_where_asked_for(v0_facts: Facts):
+    top_k, fused = ["top-k", "end"], ["fused MoE", "end"]
+    assert v0_facts["ranges"] == {"in a step": top_k + fused, "outside": fused}
+
+
 def test_without_an_engine_nothing_is_graphcaps(v0_facts: Facts):
     found = v0_facts["no engine"]
     assert found["error"] < TOLERANCE["bfloat16"]

@@ -37,10 +37,11 @@ def test_step_without_a_recording_is_eager_counted_and_said_once(v0_facts: Facts
 
 def test_messages_of_fallbacks_give_the_cure(v0_facts: Facts):
     assert v0_facts["above max"]["warnings"][0].endswith(
-        "raise max_num_seqs to the largest decode batch"
+        "raise max_num_seqs to the largest decode batch (graphcap explain fallback)"
     )
     assert v0_facts["long sequence"]["warnings"][0].endswith(
-        "a sequence has 41 tokens and the step is recorded for up to 32: raise max_seq_len_to_capture"
+        "a sequence has 41 tokens and the step is recorded for up to 32: raise max_seq_len_to_capture "
+        "(graphcap explain fallback)"
     )
     assert "mlp.experts.w13_weight" in v0_facts["rebound weight"]["warnings"][0]
     assert "expected dtype torch.int64, found torch.int32" in v0_facts["other dtype"]["warnings"][0]
@@ -74,7 +75,8 @@ def test_bucket_that_fails_on_another_rank_ends_recording_here(v0_facts: Facts):
     assert found["asked"] == [True, True]  # 12, 8: nothing is recorded after it
     assert set(found["failures"]) == set(map(str, LADDER))
     assert found["at capture"][0] == (
-        "graphcap records nothing in this engine, steps run eagerly: bucket 8: it failed on another rank"
+        "graphcap records nothing in this engine, steps run eagerly: bucket 8: it failed on another rank "
+        "(graphcap explain nothing-recorded)"
     )
 
 
@@ -114,4 +116,6 @@ def test_engine_with_an_obstacle_captures_as_vllm_does(v0_facts: Facts):
     assert (
         "CUDA" in found["raised"] or "NVIDIA" in found["raised"]
     )  # vLLM's own capture was reached
-    assert found["warnings"] == ["graphcap leaves this engine to vLLM: prompt adapters"]
+    assert found["warnings"] == [
+        "graphcap leaves this engine to vLLM: prompt adapters (graphcap explain left-to-vllm)"
+    ]

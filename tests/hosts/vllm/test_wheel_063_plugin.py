@@ -93,7 +93,7 @@ def test_version_in_neither_window_is_refused_and_both_are_named(v0_facts: Facts
     assert found["wrapped"] == {}
     assert found["warnings"] == [
         f"graphcap stays off: vLLM {version} is outside the versions that graphcap is made for "
-        f"(0.6.3 and 0.26 to 0.33); install one of these, or a newer graphcap"
+        f"(0.6.3 and 0.26 to 0.33); install one of these, or a newer graphcap (graphcap explain stays-off)"
     ]
 
 
@@ -133,7 +133,7 @@ def test_without_the_runners_hooks_the_plugin_stays_off(v0_facts: Facts):
     gone = f"{RUNNER} has no ModelInputForGPUBuilder._get_cuda_graph_pad_size"
     assert found["state"] == "refused"
     assert found["wrapped"] == {}
-    assert found["warnings"] == [f"graphcap stays off: {gone}"]
+    assert found["warnings"] == [f"graphcap stays off: {gone} (graphcap explain stays-off)"]
 
 
 def test_without_fused_experts_the_layers_stay_vllms(v0_facts: Facts):
@@ -141,7 +141,9 @@ def test_without_fused_experts_the_layers_stay_vllms(v0_facts: Facts):
     gone = f"{FUSED} has no fused_experts"
     assert found["state"] == "on"
     assert found["parts"]["experts"] == gone
-    assert found["warnings"] == [f"graphcap: a hook is missing in vLLM 0.6.3.post1: {gone}"]
+    assert found["warnings"] == [
+        f"graphcap: a hook is missing in vLLM 0.6.3.post1: {gone} (graphcap explain missing-hook)"
+    ]
     assert not any(name.startswith(FUSED) for name in found["wrapped"])
 
 

@@ -240,7 +240,8 @@ def test_reason_is_one_warning(facts: Facts, name: str):
         {
             "level": "WARNING",
             "by": "graphcap.hosts.vllm.install",
-            "text": f"graphcap leaves this engine to vLLM: {'; '.join(WHY_NOT[name])}",
+            "text": f"graphcap leaves this engine to vLLM: {'; '.join(WHY_NOT[name])} "
+            "(graphcap explain left-to-vllm)",
         }
     ]
 
@@ -260,9 +261,13 @@ def test_engine_that_vllm_leaves_without_full_graphs_is_given_back(facts: Facts)
     assert found["choice"]["why_not"] == [reason]
     (line,) = found["lines"]
     assert line["level"] == "WARNING"
-    assert line["text"] == f"graphcap leaves this engine to vLLM: {reason}"
+    assert line["text"] == (
+        f"graphcap leaves this engine to vLLM: {reason} (graphcap explain left-to-vllm)"
+    )
     assert found["mode"] == "VLLM_COMPILE"
     assert max(found["sizes"]) <= ABOVE[-1]
+    assert found["same objects"] == [True, True]  # the user may hold them
+    assert "of the first time" not in found["norms"]
 
 
 def test_additional_config_that_is_no_dictionary_is_named_and_left(facts: Facts):
@@ -270,7 +275,7 @@ def test_additional_config_that_is_no_dictionary_is_named_and_left(facts: Facts)
     assert found["type"] == "Theirs"
     assert found["lines"][-1] == (
         "graphcap leaves this engine to vLLM: additional_config is not a dictionary, the plugin "
-        "cannot travel in it"
+        "cannot travel in it (graphcap explain left-to-vllm)"
     )
 
 

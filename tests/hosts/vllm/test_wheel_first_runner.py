@@ -247,7 +247,8 @@ def test_model_that_is_wrapped_in_something_else_is_left_to_vllm(facts: Facts):
     found = facts["wrapped by others"]
     assert found["types"] == ["Inner", "Toy"]
     assert found["warnings"] == [
-        "graphcap leaves this engine to vLLM: its model is wrapped in Inner, expected CUDAGraphWrapper"
+        "graphcap leaves this engine to vLLM: its model is wrapped in Inner, expected CUDAGraphWrapper "
+        "(graphcap explain left-to-vllm)"
     ]
 
 
@@ -263,3 +264,11 @@ def test_backend_that_records_decode_only_has_the_buckets_that_vllm_dispatches_t
     assert found["replays"] == 40
     assert found["prefill"]["mode"] == "NONE"
     assert found["fallbacks"] == {}
+
+
+@pytest.mark.parametrize("recorder", ["auto", "tape"])
+def test_where_nothing_captures_memory_is_estimated_without_graphs(facts: Facts, recorder: str):
+    found = facts[f"estimate, {recorder}"]
+    assert found["graphs"] == 0
+    assert all_equal(found["steps"])
+    assert found["replays"] == 1

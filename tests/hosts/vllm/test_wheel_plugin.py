@@ -129,7 +129,10 @@ def test_messages_go_where_vllms_go_unless_the_user_has_a_handler(facts: Facts):
 @pytest.mark.parametrize(
     ("setting", "accepted"),
     [
-        ("GRAPHCAP_BUCKETS=banana", "auto, or positive integers such as 1,2,4,8,64"),
+        (
+            "GRAPHCAP_BUCKETS=banana",
+            "auto, or positive integers such as 1,2,4,8,64, or plan:FILE",
+        ),
         ("GRAPHCAP_RECORDER=vinyl", "one of auto, cuda, tape"),
         ("GRAPHCAP=yes", "0 or 1"),
     ],
@@ -141,7 +144,7 @@ def test_bad_setting_ends_the_start_and_says_what_is_accepted(
     found = facts[setting]
     assert found["raised"] == [
         "SettingsError",
-        f"{name}: expected {accepted}, found '{value}'; correct or unset it",
+        f"{name}: expected {accepted}, found '{value}'; correct or unset it (graphcap explain settings)",
     ]
     assert is_untouched(found)
 
@@ -153,7 +156,7 @@ def test_misspelt_setting_is_warned_about(facts: Facts):
         "level": "WARNING",
         "by": "graphcap.settings",
         "text": "GRAPHCAP_BUKETS is not a graphcap variable and has no effect; "
-        "did you mean GRAPHCAP_BUCKETS?",
+        "did you mean GRAPHCAP_BUCKETS? (graphcap explain unknown-variable)",
     }
 
 
@@ -162,5 +165,5 @@ def test_module_that_breaks_on_import_costs_its_part(facts: Facts):
     fault = "vllm.v1.worker.gpu.model_runner cannot be imported: no driver"
     assert found["parts"] == {**ALL_PARTS, "v2": fault}
     assert [line["text"] for line in found["lines"] if line["level"] == "WARNING"] == [
-        f"graphcap: a hook is missing in vLLM {facts.version}: {fault}"
+        f"graphcap: a hook is missing in vLLM {facts.version}: {fault} (graphcap explain missing-hook)"
     ]

@@ -11,8 +11,8 @@ SCENARIOS = "scenarios.ranks"
 
 def test_ranks_that_agree_replay(facts: Facts):
     found = facts["two ranks agree"]
-    # Recorded 3 + 5 buckets, verified 5.
-    assert found["votes"] == [1] * 13
+    # Which recorder, then recorded 3 + 5 buckets, verified 5 and timed them.
+    assert found["votes"] == [1] * 19
     assert all_equal(found["steps"])
     assert found["replays"] == 3
     assert found["warnings"] == []
@@ -21,8 +21,8 @@ def test_ranks_that_agree_replay(facts: Facts):
 @pytest.mark.parametrize(
     ("which", "votes", "why"),
     [
-        ("the other rank fails", [1], "the recording failed on another rank"),
-        ("this rank fails", [1, 1, 1, 1, 1, 0], "this operation cannot be recorded"),
+        ("the other rank fails", [1, 1], "the recording failed on another rank"),
+        ("this rank fails", [1, 1, 1, 1, 1, 1, 0], "this operation cannot be recorded"),
     ],
 )
 def test_failure_on_one_rank_costs_every_recording(
@@ -42,7 +42,7 @@ def test_failure_on_one_rank_costs_every_recording(
 
 def test_an_error_on_this_rank_still_votes(facts: Facts):
     found = facts["this rank fails strictly"]
-    assert found["votes"] == [1, 1, 1, 1, 1, 0]
+    assert found["votes"] == [1, 1, 1, 1, 1, 1, 0]
     assert "this operation cannot be recorded" in found["error"]
 
 
@@ -54,3 +54,19 @@ def test_two_processes_agree_over_gloo(facts: Facts):
         assert found["fallbacks"] == {"rank_failed": 3}
     assert "bucket 4 (decode): the recording failed on another rank" in healthy["warnings"][0]
     assert "this operation cannot be recorded" in failed["warnings"][0]
+
+
+@pytest.mark.parametrize("pair", ["cuda cuda", "cuda tape", "tape tape"])
+def test_ranks_of_different_cards_take_the_same_recorder(facts: Facts, pair: str):
+    one, other = facts["recorders"][pair]
+    assert one["name"] == other["name"] == ("cuda" if pair == "cuda cuda" else "tape")
+    told = "the tape was chosen: another tensor-parallel rank cannot capture graphs"
+    assert one["why"] == (told if pair == "cuda tape" else None)
+    assert other["why"] is None
+
+
+@pytest.mark.parametrize("pair", ["cuda none", "none tape", "none none"])
+def test_a_recorder_that_one_rank_cannot_have_is_had_by_none(facts: Facts, pair: str):
+    for found, own in zip(facts["recorders"][pair], pair.split(), strict=True):
+        here = "GRAPHCAP_RECORDER=cuda: expected it to work on every tensor-parallel rank"
+        assert found["error"].startswith("this card cannot" if own == "none" else here)

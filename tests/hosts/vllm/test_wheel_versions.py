@@ -35,7 +35,7 @@ def test_version_outside_the_window_is_refused_with_a_warning_that_names_it(
     assert found["replaced"] == []
     assert found["warnings"] == [
         f"graphcap stays off: vLLM {version} is outside the versions that graphcap is made for "
-        f"({window()}); install one of these, or a newer graphcap"
+        f"({window()}); install one of these, or a newer graphcap (graphcap explain stays-off)"
     ]
 
 
@@ -97,7 +97,9 @@ def test_missing_hook_costs_its_part_and_is_warned_about(facts: Facts, part: str
     (gone,) = found["gone"]
     assert found["state"] == "on"
     assert found["parts"][part] == gone
-    assert found["warnings"] == [f"graphcap: a hook is missing in vLLM {facts.version}: {gone}"]
+    assert found["warnings"] == [
+        f"graphcap: a hook is missing in vLLM {facts.version}: {gone} (graphcap explain missing-hook)"
+    ]
     assert {p for p, text in found["parts"].items() if text == gone} == {part}
 
 
@@ -129,7 +131,9 @@ def test_engine_whose_model_runner_is_not_hooked_is_left_to_vllm(
     assert engine["choice"]["why_not"] == [reason]
     (line,) = engine["lines"]
     assert line["level"] == "WARNING"
-    assert line["text"] == f"graphcap leaves this engine to vLLM: {reason}"
+    assert line["text"] == (
+        f"graphcap leaves this engine to vLLM: {reason} (graphcap explain left-to-vllm)"
+    )
     assert engine["graphs"] == engine["graphs of vLLM's"]
     other = found["engines"]["1" if runner == "0" else "0"]
     assert other["choice"]["taken"]
@@ -142,4 +146,6 @@ def test_without_both_runners_or_the_base_the_plugin_stays_off(facts: Facts, nam
     assert found["state"] == "refused"
     assert found["wrapped"] == {}
     assert found["replaced"] == []
-    assert found["warnings"] == [f"graphcap stays off: {'; '.join(found['gone'])}"]
+    assert found["warnings"] == [
+        f"graphcap stays off: {'; '.join(found['gone'])} (graphcap explain stays-off)"
+    ]

@@ -7,8 +7,8 @@ batch as it is. The manager pads it, so that vLLM prepares no padding.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,11 @@ from vllm.distributed.parallel_state import get_tp_group, graph_capture
 from vllm.forward_context import set_forward_context
 
 from graphcap.buckets import BucketLadder
-from graphcap.errors import BackendError, InputError, StaleRecordingError
+from graphcap.errors import BackendError, InputError, StaleRecordingError, anchor_in
+from graphcap.explain import warn
 from graphcap.hosts.vllm.choice import Choice
-from graphcap.hosts.vllm.engine import DECODE, HIDDEN, agreed
+from graphcap.hosts.vllm.engine import DECODE, HIDDEN
+from graphcap.hosts.vllm.ranks import agreed, common_recorder, no_vote_on_error
 from graphcap.hosts.vllm.reporting import Reporter
 from graphcap.hosts.vllm.v0.choice import GRAPH_INPUTS
 from graphcap.hosts.vllm.v0.experts import FusedExperts, serve
@@ -29,7 +31,6 @@ from graphcap.manager import CaptureManager
 from graphcap.pool import BufferPool
 from graphcap.reachable import Watched, module_tensors, watch
 from graphcap.recorders.base import garbage_collection_held
-from graphcap.recorders.select import select_recorder
 from graphcap.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ class DecodeEngine:
         kv_caches: a tensor for each layer, which the engine keeps.
 
     Raises:
-        BackendError: the recorder cannot work here, or the attention backend keeps the inputs of its
-            graphs where they are not expected.
+        BackendError: the recorder cannot work here or on another rank, or the attention backend keeps the
+            inputs of its graphs where they are not expected.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class DecodeEngine:
         self._caches = kv_caches
         self._longest = int(runner.max_seq_len_to_capture)
         self._several_ranks = runner.parallel_config.tensor_parallel_size > 1
-        self._recorder = select_recorder(settings.recorder, device)
+        self._recorder = common_recorder(settings.recorder, device)
         blocks = runner.get_max_block_per_batch()
         self._inputs = decode_inputs(most, blocks, device)
         self._metadata = self._graph_metadata(runner, most)
@@ -125,7 +126,7 @@ class DecodeEngine:
             raise
 
     def _record(self, size: int) -> None:
-        with _no_vote_on_error():
+        with no_vote_on_error():
             made = self.manager.record(size)
         self._recorder.watched = self._recorder.watched and not made  # one watched graph is enough
         self._hear_others(size, made)
@@ -133,9 +134,14 @@ class DecodeEngine:
     def _verify(self, size: int) -> None:
         if not self._is_recorded(size):
             return
-        with _no_vote_on_error(), set_forward_context(self._metadata[size]):
-            self.manager.verify(size)
-        self._hear_others(size, self._is_recorded(size))
+        # Timed after the vote: replays of the ranks wait for each other, and a rank on which the bucket
+        # has failed replays it no more.
+        for phase in (self.manager.verify, self.manager.time):
+            with no_vote_on_error(), set_forward_context(self._metadata[size]):
+                phase(size)
+            self._hear_others(size, self._is_recorded(size))
+            if self.failed is not None or not self._is_recorded(size):
+                return
 
     def _hear_others(self, size: int, mine: bool) -> None:
         if self._several_ranks and not agreed(mine):
@@ -153,7 +159,12 @@ class DecodeEngine:
             # At the end of its capture context vLLM pairs the ranks' graph buffers by index, and after
             # a failure on one rank their numbers differ.
             custom.register_graph_buffers = lambda: None
-        logger.warning("graphcap records nothing in this engine, steps run eagerly: %s", why)
+        warn(
+            logger,
+            anchor_in(why, "nothing-recorded"),
+            "graphcap records nothing in this engine, steps run eagerly: %s",
+            why,
+        )
         for size in self.manager.ladder:
             self.manager.drop(size, "rank_failed", why)
 
@@ -284,14 +295,3 @@ class DecodeEngine:
         """
         self.manager.fall_back(rows, reason, remedy)
         self.reporter.fell_back(reason, rows)
-
-
-@contextmanager
-def _no_vote_on_error() -> Iterator[None]:
-    """What raises here (``GRAPHCAP_STRICT=1``, an interrupt) still votes no: the others wait for it."""
-    try:
-        yield
-    except BaseException:
-        if torch.distributed.is_initialized():
-            agreed(False)
-        raise

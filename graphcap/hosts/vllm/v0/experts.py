@@ -4,8 +4,8 @@ Up to as many rows as the largest bucket has; larger batches, quantised weights 
 kernels do not take go to vLLM's own function, with its three caches and its chunk loop, and are counted.
 
 In a step of graphcap's the intermediates are the pool's, the routing is graphcap's as well, and padding
-reaches no expert. Elsewhere (a short prefill, an eager decode step) the same kernels run with buffers of
-the allocator.
+reaches no expert. In a decode step that runs eagerly the same kernels run with buffers of the allocator.
+A prefill, however short, keeps vLLM's path.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import torch
 from graphcap.hosts.vllm.experts import PooledExperts
 from graphcap.hosts.vllm.patching import wrap
 from graphcap.hosts.vllm.v0.operations import FUSED_MOE, as_operation
+from graphcap.moe import ranges
 from graphcap.moe.grouped import GroupedExperts
 from graphcap.moe.kernels.constants import constant
-from graphcap.operations import BufferSpec, operation
+from graphcap.operations import BufferSpec, KernelChoice, kernel_choices, operation
 from graphcap.pool import BufferPool
 from graphcap.settings import Settings
 
@@ -71,6 +72,18 @@ class FusedExperts(PooledExperts):
         self.calls: Counter[str] = Counter()
         self._grouped = None if self.kernels is None else GroupedExperts(self.kernels, pool)
         self._routed: torch.Tensor | None = None
+        if self._ranges is not None:  # the router is vLLM's own, which marks nothing
+            self.route = self._ranges.around(ranges.TOP_K, self.route)  # type: ignore[method-assign]
+            self.run_routed = self._ranges.around(  # type: ignore[method-assign]
+                ranges.FUSED_MOE, self.run_routed
+            )
+
+    def choices(self) -> tuple[KernelChoice, ...]:
+        """As for newer versions of vLLM; the router is vLLM's own here, and pairs are always grouped."""
+        if self.kernels is None:
+            return ()
+        found = kernel_choices(self.kernels, self.kernels.notes)
+        return tuple(c for c in found if c.operation != self.kernels.router_gemm.name)
 
     @contextmanager
     def in_step(self, slots: torch.Tensor) -> Iterator[None]:
@@ -157,6 +170,13 @@ class FusedExperts(PooledExperts):
         return True
 
 
+def _prefills() -> bool:
+    """Whether vLLM runs a prefill now, alone or with decode steps."""
+    from vllm.forward_context import get_forward_context
+
+    return (getattr(get_forward_context(), "num_prefills", 0) or 0) > 0
+
+
 def _int32(ids: torch.Tensor) -> torch.Tensor:
     return ids if ids.dtype == torch.int32 else ids.to(torch.int32)
 
@@ -202,7 +222,7 @@ def _fused_experts(
     if experts is not None:
         given = {**others, **({"positional arguments": args} if args else {})}
         call = (hidden_states, w1, w2, topk_weights, topk_ids)
-        why = experts.obstacle(*call, given)
+        why = "a prefill" if slots is None and _prefills() else experts.obstacle(*call, given)
         if why is None and slots is not None and slots.shape[0] != hidden_states.shape[0]:
             why = "its rows are not those of the step"
         experts.calls["graphcap" if why is None else why] += 1

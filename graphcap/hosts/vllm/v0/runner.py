@@ -14,6 +14,7 @@ from vllm.worker.model_runner import GPUModelRunnerBase, ModelInputForGPUBuilder
 from vllm.worker.worker import Worker
 
 from graphcap.errors import BackendError
+from graphcap.explain import warn
 from graphcap.hosts.vllm.patching import wrap
 from graphcap.hosts.vllm.v0.choice import decide
 from graphcap.hosts.vllm.v0.engine import DecodeEngine
@@ -30,13 +31,13 @@ def take(runner: Any, kv_caches: list[torch.Tensor]) -> DecodeEngine | None:
     settings = Settings.from_env()
     choice = decide(runner, settings)
     if not choice.taken:
-        logger.warning("%s", choice.text())
+        warn(logger, "left-to-vllm", "%s", choice.text())
         return None
     logger.info("%s", choice.text())
     try:
         engine = DecodeEngine(choice, settings, runner, kv_caches)
     except BackendError as error:
-        logger.warning("graphcap leaves this engine to vLLM: %s", error)
+        warn(logger, "left-to-vllm", "graphcap leaves this engine to vLLM: %s", error)
         return None
     engine.capture()
     setattr(runner, ENGINE, engine)

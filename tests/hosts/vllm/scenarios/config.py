@@ -183,13 +183,21 @@ def vllm_ends_elsewhere() -> dict[str, Any]:
     from vllm.config import CUDAGraphMode, VllmConfig
 
     own = VllmConfig.__post_init__
+    parts: list[tuple[Any, Any]] = []
 
     def post_init(self: Any) -> None:
+        parts.append((self.compilation_config, self.kernel_config))
         own(self)
         self.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+        if len(parts) == 1:
+            self.kernel_config.ir_op_priority.rms_norm = ["of the first time"]
 
     VllmConfig.__post_init__ = post_init
-    return configured()
+    found = configured()
+    assert len(parts) == 2  # and as VllmConfig's own checks ran again, so did ours
+    found["same objects"] = [now is then for now, then in zip(*parts, strict=True)]
+    found["norms"] = parts[1][1].ir_op_priority.rms_norm
+    return found
 
 
 SCENARIOS: dict[str, Callable[[], Any]] = {

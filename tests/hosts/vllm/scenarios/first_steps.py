@@ -291,7 +291,22 @@ def decode_only_after_all() -> dict[str, Any]:
     }
 
 
+def estimate(recorder: str) -> dict[str, Any]:
+    """vLLM estimates memory with throw-away graphs of the largest buckets, here where nothing captures."""
+    from vllm.config import CUDAGraphMode
+
+    runner = make_runner(variables={"recorder": recorder})
+    runner.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL, 1)
+    with torch.inference_mode():
+        for mode, descriptors in runner.cudagraph_dispatcher.get_capture_descs():
+            runner._warmup_and_capture(descriptors[0], cudagraph_runtime_mode=mode)
+    graphs = len(runner.model.concrete_cudagraph_entries)
+    capture(runner)
+    return {"graphs": graphs, "steps": [runner.step([1] * 3)], **stats(runner.model.engine)}
+
+
 SCENARIOS: dict[str, Callable[[], Any]] = {
+    **{f"estimate, {recorder}": partial(estimate, recorder) for recorder in ("auto", "tape")},
     "every batch": every_batch,
     "in pieces": in_pieces,
     "a warm-up fails": partial(one_bucket_fails, 1),

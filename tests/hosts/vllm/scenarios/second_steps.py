@@ -174,8 +174,9 @@ def shut_down() -> dict[str, Any]:
     }
 
 
-def estimate() -> dict[str, Any]:
-    """vLLM records a few throw-away graphs to estimate memory; then the real capture follows."""
+def estimate(captures: bool) -> dict[str, Any]:
+    """vLLM records a few throw-away graphs to estimate memory, on a card that captures them or not; then
+    the real capture follows."""
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     seen = []
@@ -186,6 +187,9 @@ def estimate() -> dict[str, Any]:
 
     CudaGraphManager.capture = capture
     engine = make_engine()
+    from graphcap.hosts.vllm import engine as held
+
+    held.probe_capture = lambda device: SimpleNamespace(works=captures)
     engine.manager._max_full_descs_to_capture = 2
     engine.capture()
     after_estimate = engine.graphcap is not None
@@ -223,6 +227,7 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "a weight is copied into": partial(weights, copy_in_place, reload=True),
     "eager steps": eager_steps,
     "shutdown": shut_down,
-    "estimate": estimate,
+    "estimate": partial(estimate, True),
+    "estimate without graphs": partial(estimate, False),
     "not taken": not_taken,
 }

@@ -71,9 +71,9 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.double() - other.double()).abs().max() / other.double().abs().max())
 
 
-def pooled(most: int = MOST, kernels_: str = "reference") -> Any:
+def pooled(most: int = MOST, kernels_: str = "reference", **variables: str) -> Any:
     """The plugin on, with experts that serve this process as an engine's do."""
-    turn_on(kernels=kernels_)
+    turn_on(kernels=kernels_, **variables)
     from graphcap.hosts.vllm.v0.experts import FusedExperts, serve
     from graphcap.pool import BufferPool
     from graphcap.settings import Settings
@@ -237,6 +237,38 @@ def without_kernels() -> dict[str, Any]:
     }
 
 
+def prefill() -> dict[str, Any]:
+    """A prompt of as many tokens as a decode step may have, then a decode step."""
+    from vllm.forward_context import set_forward_context
+
+    experts = pooled()
+    call = draw(5, 2, torch.bfloat16, 8)
+    kernels.calls.clear()
+    with set_forward_context(SimpleNamespace(num_prefills=1, num_decode_tokens=0)):
+        out = through_vllm(call, True)
+    found = {"kernels": dict(kernels.calls), "error": difference(out, in_float64(call, True))}
+    with set_forward_context(SimpleNamespace(num_prefills=0, num_decode_tokens=5)):
+        through_vllm(call, True)
+    return {**found, "calls": dict(experts.calls)}
+
+
+def ranges() -> dict[str, Any]:
+    """GRAPHCAP_NVTX=1, with something in the place of torch's NVTX, which a CPU build lacks."""
+    names: list[str] = []
+    torch.cuda.nvtx.range_push = names.append
+    torch.cuda.nvtx.range_pop = lambda: names.append("end")
+    experts = pooled(nvtx="1")
+    call = draw(3, 2, torch.bfloat16, 9)
+    found = {}
+    names.clear()
+    with experts.pool.step(), experts.in_step(torch.arange(3)):
+        through_vllm(call, True)
+    found["in a step"] = names.copy()
+    names.clear()
+    through_vllm(call, True)
+    return {**found, "outside": names}
+
+
 def no_engine() -> dict[str, Any]:
     """The plugin is on and no engine has been taken: nothing of graphcap's serves."""
     turn_on(kernels="reference")
@@ -256,6 +288,8 @@ SCENARIOS: dict[str, Callable[[], Any]] = {
     "above": above_the_largest_bucket,
     "quantised": quantised,
     "others": others,
+    "prefill": prefill,
+    "ranges": ranges,
     "without kernels": without_kernels,
     "no engine": no_engine,
 }

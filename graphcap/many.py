@@ -1,0 +1,115 @@
+"""ManySteps: what lets a manager run several steps by one call: the ring at the end of every step, and
+loops on the device where they can be had."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+import torch
+
+from graphcap.errors import BackendError, InputError, VerificationError
+from graphcap.explain import warn
+from graphcap.inputs import Inputs
+from graphcap.recorders.base import Loop, Recording
+from graphcap.ring import Ring, RingBuffer
+from graphcap.verify import Verifier
+
+logger = logging.getLogger(__name__)
+
+Step = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+
+
+class ManySteps:
+    """Owns the ring of a manager and the loops of its recordings.
+
+    Attributes:
+        buffer: the ring for all batches that fit the slots.
+        loops: by bucket, of the recordings that have one.
+        why_not: why the others have none; None: they all have, or none was tried yet.
+    """
+
+    def __init__(self, ring: Ring, inputs: Inputs) -> None:
+        self.ring = ring
+        self.buffer = RingBuffer(ring, inputs.max_batch, inputs.device)
+        self.loops: dict[int, Loop] = {}
+        self.why_not: str | None = None
+        self._device = inputs.device
+        self._wide: RingBuffer | None = None
+
+    def ending(self, step: Step) -> Step:
+        """`step`, and then the write into the ring."""
+
+        def kept(inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            outputs = step(inputs)
+            self.buffer_of(next(iter(inputs.values())).shape[0]).write(outputs)
+            return outputs
+
+        return kept
+
+    def buffer_of(self, rows: int) -> RingBuffer:
+        """The ring of batches of `rows` rows; one of its own for a batch that is too large for the slots."""
+        if rows <= self.buffer.rows:
+            return self.buffer
+        if self._wide is None or self._wide.rows != rows:
+            self._wide = RingBuffer(self.ring, rows, self._device)
+        return self._wide
+
+    def anew(self) -> None:
+        """Another batch has come: none of its rows has ended."""
+        self.buffer.anew()
+        self._wide = None
+
+    def check(self, steps: object) -> None:
+        """Raises `InputError` where the ring has no room for so many `steps`."""
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise InputError(f"run_many: expected a number of steps of at least 1, found {steps!r}")
+        if steps > self.ring.length:
+            raise InputError(
+                f"run_many: expected at most {self.ring.length} steps, the length of the ring, found "
+                f"{steps}; make the manager with Ring(length={steps}, ...) or call it more often"
+            )
+
+    def make_loops(self, recordings: Mapping[int, Recording], verifier: Verifier) -> None:
+        """A loop of each recording, held against replays one by one. One that cannot be had costs the
+        speed of its bucket and nothing else."""
+        for size, recording in recordings.items():
+            try:
+                loop = recording.repeated(self.buffer.left, self.buffer.live[:size])
+            except BackendError as error:
+                self.why_not = str(error.args[0])
+                continue
+            try:
+                verifier.check_loop(recording, loop, size)
+            except (BackendError, VerificationError) as error:
+                self.why_not = str(error.args[0])
+                warn(
+                    logger, "run-many", "run_many() replays bucket %d step by step: %s", size, error
+                )
+                loop.close()
+                continue
+            self.loops[size] = loop
+        self.anew()
+
+    @property
+    def note(self) -> str | None:
+        """For the capture report: what keeps `run_many` from one launch a call."""
+        if self.why_not is None:
+            return None
+        having = f"; buckets {sorted(self.loops)} have one" if self.loops else ""
+        return (
+            f"run_many() enqueues its replays one by one, without a loop on the device: "
+            f"{self.why_not}{having}"
+        )
+
+    def drop(self, size: int) -> None:
+        """Bucket `size` is given up."""
+        if size in self.loops:
+            self.loops.pop(size).close()
+
+    def close(self) -> None:
+        """Give back the loops; before their recordings. Idempotent."""
+        while self.loops:
+            self.loops.popitem()[1].close()
+        self.why_not, self._wide = None, None
+        self.buffer.anew()

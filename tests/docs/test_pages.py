@@ -1,0 +1,175 @@
+"""README.md and docs/: links lead somewhere, code blocks run, figures are those of bench/results."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphcap import cli
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+TUNING = (ROOT / "docs" / "tuning.md").read_text()
+
+
+@cache
+def text_of(page: Path) -> str:
+    """The page without its code blocks, in which a # is no heading and brackets are no link."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@cache
+def anchors_of(page: Path) -> frozenset[str]:
+    titles = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
+    slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+    assert len(set(slugs)) == len(slugs), f"{page.name}: two headings have one anchor"
+    return frozenset(slugs)
+
+
+def links() -> Iterator[tuple[Path, str]]:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+            if "://" not in target:
+                yield page, target
+
+
+def test_links_and_anchors_lead_somewhere():
+    count = 0
+    for page, target in links():
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{page.name} links to {target}"
+        assert found.is_relative_to(ROOT)
+        if anchor:
+            assert anchor in anchors_of(found), f"{page.name} links to {target}"
+        count += 1
+    assert count >= 60
+
+
+def test_every_page_is_reached_from_the_readme():
+    named = {(ROOT / t.partition("#")[0]).resolve() for p, t in links() if p.name == "README.md"}
+    assert set(PAGES[1:]) <= named
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    return [
+        (page.name, code)
+        for page in PAGES
+        for code in re.findall(
+            rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
+        )
+    ]
+
+
+@pytest.mark.parametrize(("page", "code"), blocks("python"))
+def test_python_blocks_run(page: str, code: str):
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def commands() -> list[tuple[str, str]]:
+    """Lines of sh blocks that begin with graphcap or python, on whatever path."""
+    lines = [(page, line) for page, code in blocks("sh") for line in code.splitlines()]
+    return [(p, c) for p, c in lines if re.match(r"(\S*/)?(graphcap|python)\s", c)]
+
+
+NEEDS_A_SERVER_OR_A_FILE = {"top", "plan", "report"}
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_commands_run(page: str, command: str, monkeypatch: pytest.MonkeyPatch):
+    program, *words = shlex.split(command.partition(" > ")[0], comments=True)
+    if program.endswith("python"):
+        if words[0] == "-m":  # a tool of its own: is it there?
+            assert words[1] in ("pytest", "graphcap")
+            for path in (w for w in words[2:] if "/" in w and not w.startswith("-")):
+                assert (ROOT / path).exists(), f"{page}: {command}"
+        else:
+            assert (ROOT / words[0]).is_file(), f"{page}: {command}"
+        return
+    parser = cli._parser()
+    with monkeypatch.context() as patched:
+        # What argparse does not know ends the process; here it is the test that ends.
+        patched.setattr(cli._Parser, "error", lambda self, message: pytest.fail(message))
+        parser.parse_args(words)
+    if (
+        words[0] not in NEEDS_A_SERVER_OR_A_FILE
+        and "--vllm" not in words
+        and "--checkpoint" not in words
+    ):
+        assert cli.main(words) == 0, f"{page}: {command}"
+
+
+def test_there_are_commands_of_each_kind():
+    words = {shlex.split(command, comments=True)[1] for _, command in commands()}
+    assert {"top", "doctor", "census", "explain"} <= words
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "bench" / "results" / name).read_text())
+
+
+def said(*pieces: str) -> None:
+    flat = " ".join(TUNING.split())
+    for piece in pieces:
+        assert piece in flat, f"docs/tuning.md does not say {piece!r}"
+
+
+def test_figures_of_the_decode_step():
+    decode = result("decode_seed-64_h200.json")
+    said(f"{decode['layers']} layers, {decode['weights_gib']:.0f} GiB of weights")
+    rows = {row["batch"]: row for row in decode["batches"]}
+    one, eight, most = (f"{rows[n]['replay']['ms']:.2f}" for n in (1, 8, 32))
+    said(f"Replays of 1, 8 and 32 rows took {one}, {eight} and {most} ms.")
+    said(f"{rows[1]['eager']['ms']:.2f} ms beside {one} ms for one row")
+    host = rows[1]["replay"]
+    said(f"took the host {host['host_us']:.1f} µs while the device was busy")
+    said(f"and {host['host_us_after_idle']:.1f} µs after both were idle")
+    capture = decode["capture"]
+    times = [bucket["capture_ms"] for bucket in capture["buckets"]]
+    sizes = [bucket["mib"] for bucket in capture["buckets"]]
+    assert len(times) == 7
+    said(f"took between {min(times):.0f} and {max(times):.0f} ms")
+    said(f"and {min(sizes):.0f} to {max(sizes):.0f} MiB; all seven")
+    said(f"warm-up and verification, {capture['seconds']:.1f} s")
+    assert f"{capture['pool_mib']:.2f}" == f"{capture['pool_lower_bound_mib']:.2f}"
+    said(f"{capture['pool_mib']:.2f} MiB up to 32 rows, equal to its lower bound")
+
+
+def test_figures_under_vllm():
+    modes = {mode["mode"]: mode for mode in result("vllm_seed-64_h200.json")["modes"]}
+    ours, default = modes["graphcap"], modes["default"]
+    said(f"all graphs together took {ours['graph_gib']} GiB")
+    said(f"those of vLLM's default took {default['graph_gib']} GiB")
+    said(f"came after {ours['mixed']['ttft_p99_ms']:.0f} ms at the 99th percentile")
+    said(f"and after {default['mixed']['ttft_p99_ms']:,.0f} ms with vLLM's default")
+    start = {m["mode"]: m["ready_s"] for m in result("vllm_start_seed-64_h200.json")["modes"]}
+    said(f"{start['graphcap']:.1f} s, and {start['default']:.1f} s with vLLM's default")
+    equal = {m["mode"]: m for m in result("parity_qwen3-moe_h200.json")["modes"]}
+    count = {name: mode["requests_equal"] for name, mode in equal.items()}
+    said(f"Of {equal['default']['requests']} requests beside eager vLLM")
+    with_vllms = count["graphcap, vLLM's kernels"]
+    said(f"{with_vllms} were equal to the end with vLLM's kernels")
+    said(f"and {count['graphcap']} with graphcap's")
+    said(f"compiled default had {count['default']}")
+
+
+def test_figures_of_the_tape():
+    cpu = result("cpu_qwen3-moe.json")
+    (one,) = (row for row in cpu["batches"] if row["batch"] == 1)
+    ours, eager, default = (f"{one[m]['step_ms']:.2f}" for m in ("graphcap", "eager", "default"))
+    said(f"one sequence took {ours} ms, {eager} ms in eager vLLM and {default} ms in its compiled")
+    said(f"({cpu['layers']} layers, hidden {cpu['shape']['hidden_size']})")
+    said(f"on {cpu['machine']['cpus']} cores")
