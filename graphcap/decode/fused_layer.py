@@ -1,29 +1,37 @@
-"""The layers of a decode step by the fused schedule: few kernels a layer, for few rows.
+"""The layers of a decode step in few kernels, for few rows, each bucket by its `LayerPlan`.
 
-norm_qkv → attend → output_residual → norm_router → gate_up → down. The MLP's result stays apart from the
-residual stream until the next layer's norm_qkv adds it. At batch 1 that is six kernels a layer, seven
-where attention joins many splits by a launch of its own.
+- "fused": norm_qkv → attend (two launches) → output_residual → norm_router → gate_up → down: seven kernels
+  a layer at batch 1. The MLP's result stays apart from the residual stream until the next layer's
+  norm_qkv adds it.
+- "apart", for more rows: add_norm → qkv → attend → output → add_norm → router → experts. Norms are
+  made once, not by every program of a projection; attention is the same.
+
+What neither takes runs by the plain schedule, one kernel an operation (see `DecodeStep`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.cache_format import CacheFormat
-from graphcap.decode.kernels import DecodeKernels, FusedLayerKernels
+from graphcap.decode.kernels import DecodeKernels
+from graphcap.decode.layer_plan import LayerPlan, PlannedKernels, default_plan, planned
 from graphcap.decode.weights import DenseWeights, LayerWeights, ModelWeights
 from graphcap.errors import InputError
 from graphcap.moe.experts import RoutedExperts
+from graphcap.moe.kernels import ExpertKernels
 from graphcap.pool import BufferPool
 
 SCHEDULES = ("plain", "fused")
 
-FUSED_ROWS = 32
-"""Batches of up to so many rows run by the fused schedule where it is asked for; larger ones by the
-plain one, whose matrix products are made for them. Not measured yet: see bench/fused_layer.py."""
+Plans = Callable[[int], LayerPlan]
+"""The plan of a bucket of so many rows."""
+
+MakeExperts = Callable[[ExpertKernels], Sequence[RoutedExperts | None]]
+"""The experts of every layer on kernels of one's choice; None where a layer is dense."""
 
 
 def check_schedule(schedule: str, kernels: DecodeKernels) -> None:
@@ -43,17 +51,18 @@ def fused_layers(
     cache: PagedCache,
     kernels: DecodeKernels,
     pool: BufferPool,
-    experts: Sequence[RoutedExperts | None],
+    make_experts: MakeExperts,
     cos_sin: torch.Tensor,
-) -> FusedLayers | None:
-    """What `schedule` asks for; None for the plain one.
+    plans: Plans = default_plan,
+) -> Callable[[int], FusedLayers | None]:
+    """What `schedule` asks for: the layers of a bucket; None where it runs by the plain schedule.
 
     Raises:
-        InputError: there is no such schedule, or it cannot run these kernels or this cache.
+        InputError: there is no such schedule, or it cannot run these kernels, model or cache.
     """
     check_schedule(schedule, kernels)
-    if schedule == "plain" or kernels.fused is None:
-        return None
+    if schedule == "plain":
+        return lambda rows: None
     if weights.shape.is_hybrid:
         raise InputError(
             f"schedule 'fused': expected a model whose layers all have full attention without an output "
@@ -64,14 +73,26 @@ def fused_layers(
             f"schedule 'fused': expected a cache of format {CacheFormat()}, found {cache.format}; use "
             f"schedule 'plain'"
         )
-    return FusedLayers(weights, cache, kernels, kernels.fused, pool, experts, cos_sin)
+    made: dict[int, FusedLayers | None] = {}
+
+    def layers_of(rows: int) -> FusedLayers | None:
+        if rows not in made:
+            plan = plans(rows)
+            made[rows] = None
+            if plan.layers != "plain":
+                own = planned(kernels, plan)
+                experts = make_experts(own.decode.experts)
+                made[rows] = FusedLayers(weights, cache, plan, own, pool, experts, cos_sin)
+        return made[rows]
+
+    return layers_of
 
 
 class FusedLayers:
-    """All layers of a model and its final norm, by the fused schedule.
+    """All layers of a model and its final norm, by one plan.
 
     Args:
-        kernels: for what is not fused: products of dense layers, the final norm.
+        kernels: as the plan wants them.
         experts: of each layer; None where it is dense.
         cos_sin: the rotary table.
     """
@@ -80,18 +101,17 @@ class FusedLayers:
         self,
         weights: ModelWeights,
         cache: PagedCache,
-        kernels: DecodeKernels,
-        fused: FusedLayerKernels,
+        plan: LayerPlan,
+        kernels: PlannedKernels,
         pool: BufferPool,
         experts: Sequence[RoutedExperts | None],
         cos_sin: torch.Tensor,
     ) -> None:
-        self.max_rows = FUSED_ROWS
+        self._apart = plan.layers == "apart"
         self._weights = weights
         self._cache = cache
         self._kernels = kernels
-        self._fused = fused
-        self._norm_gate_up = fused.norm_qkv.named("norm_gate_up")
+        self._norm_gate_up = kernels.norm_qkv.named("norm_gate_up")
         self._pool = pool
         self._experts = experts
         self._cos_sin = cos_sin
@@ -106,66 +126,95 @@ class FusedLayers:
 
         `residual` is overwritten.
         """
-        pool, fused, weights, eps = self._pool, self._fused, self._weights, self._eps
+        if self._apart:
+            self._run_apart(hidden, residual, inputs)
+        else:
+            self._run_fused(hidden, residual, inputs)
+
+    def _run_apart(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        pool, kernels, weights, eps = self._pool, self._kernels, self._weights, self._eps
+        row_ids = inputs["slot_mapping"]
+        pool.run(kernels.decode.rms_norm, residual, weights.layers[0].input_norm, hidden, eps)
+        for index, layer in enumerate(weights.layers):
+            qkv = self._take_qkv(hidden)
+            pool.run(kernels.qkv, hidden, layer.qkv, layer.qkv_bias, qkv)
+            attended = self._attend(index, layer, qkv, inputs)
+            flat = attended.view(hidden.shape[0], -1)
+            pool.run(kernels.output, flat, layer.output, layer.output_bias, hidden)
+            pool.release("attended")
+            pool.run(kernels.add_norm, hidden, residual, layer.post_norm, eps)
+            experts = self._experts[index]
+            if experts is None:
+                self._dense_normed(layer, hidden)
+            else:
+                experts.after_norm(
+                    kernels.router, (hidden, experts.router, None), hidden, row_ids, out=hidden
+                )
+            last = index + 1 == len(weights.layers)
+            norm = weights.final_norm if last else weights.layers[index + 1].input_norm
+            pool.run(kernels.add_norm, hidden, residual, norm, eps)
+
+    def _run_fused(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        pool, kernels, weights, eps = self._pool, self._kernels, self._weights, self._eps
         rows, size = hidden.shape
         other = pool.take("residual_next", (rows, size), hidden.dtype)
         normed = pool.take("normed", (rows, size), hidden.dtype)
         # Programs of norm_qkv read the old stream while others write the new one: they take turns.
         for index, layer in enumerate(weights.layers):
-            first = index == 0
-            self._attention(
-                index, layer, None if first else hidden, residual, None if first else other, inputs
+            delta, total = (None, None) if index == 0 else (hidden, other)
+            qkv = self._take_qkv(hidden)
+            norm = (layer.input_norm, eps)
+            pool.run(
+                kernels.norm_qkv, residual, delta, *norm, layer.qkv, layer.qkv_bias, qkv, total
             )
-            if not first:
+            if total is not None:
                 residual, other = other, residual
+            attended = self._attend(index, layer, qkv, inputs)
+            flat = attended.view(rows, -1)
+            pool.run(kernels.output_residual, flat, layer.output, layer.output_bias, residual)
+            pool.release("attended")
             experts = self._experts[index]
             if experts is None:
                 self._dense(layer, residual, hidden)
                 continue
             experts.after_norm(
-                fused.norm_router,
+                kernels.norm_router,
                 (residual, layer.post_norm, eps, experts.router, normed),
                 normed,
                 inputs["slot_mapping"],
                 out=hidden,
             )
-        pool.run(self._kernels.fused_add_rms_norm, hidden, residual, weights.final_norm, eps)
+        pool.run(kernels.decode.fused_add_rms_norm, hidden, residual, weights.final_norm, eps)
         pool.release("residual_next", "normed")
 
     @property
     def _eps(self) -> float:
         return self._weights.shape.rms_norm_eps
 
-    def _attention(
-        self,
-        index: int,
-        layer: LayerWeights,
-        delta: torch.Tensor | None,
-        residual: torch.Tensor,
-        total: torch.Tensor | None,
-        inputs: Mapping[str, torch.Tensor],
-    ) -> None:
-        """residual + delta goes to `total` (without a delta it stays), and attention is added there."""
-        pool, fused, shape, eps = self._pool, self._fused, self._weights.shape, self._eps
-        rows, dim = residual.shape[0], shape.head_dim
-        heads, kv_heads = shape.num_heads, shape.num_kv_heads
-        qkv = pool.take("qkv", (rows, (heads + 2 * kv_heads) * dim), residual.dtype)
-        counters = pool.take("split_counters", (rows * kv_heads,), torch.int32)
+    def _take_qkv(self, hidden: torch.Tensor) -> torch.Tensor:
+        shape = self._weights.shape
+        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        return self._pool.take("qkv", (hidden.shape[0], width), hidden.dtype)
+
+    def _attend(
+        self, index: int, layer: LayerWeights, qkv: torch.Tensor, inputs: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """What the heads read (M, Hq, D), taken as "attended"; `qkv` is released."""
+        pool, shape = self._pool, self._weights.shape
+        dim = shape.head_dim
+        attended = pool.take("attended", (qkv.shape[0], shape.num_heads, dim), qkv.dtype)
         pool.run(
-            fused.norm_qkv,
-            residual,
-            delta,
-            layer.input_norm,
-            eps,
-            layer.qkv,
-            layer.qkv_bias,
-            qkv,
-            total,
-            counters,
-        )
-        attended = pool.take("attended", (rows, heads, dim), residual.dtype)
-        pool.run(
-            fused.attend,
+            self._kernels.attend,
             qkv,
             layer.q_norm,
             layer.k_norm,
@@ -177,29 +226,39 @@ class FusedLayers:
             self._cache.keys[index],
             self._cache.values[index],
             attended,
-            counters,
-            eps,
+            self._eps,
             dim**-0.5,
         )
-        pool.release("qkv", "split_counters")
-        stream = residual if total is None else total
-        pool.run(
-            fused.output_residual, attended.view(rows, -1), layer.output, layer.output_bias, stream
-        )
-        pool.release("attended")
+        pool.release("qkv")
+        return attended
 
     def _dense(self, layer: LayerWeights, residual: torch.Tensor, out: torch.Tensor) -> None:
         """out = the dense MLP of the normed residual."""
-        pool, kernels, dense = self._pool, self._kernels, layer.mlp
+        pool, dense = self._pool, layer.mlp
         assert isinstance(dense, DenseWeights)
-        rows, inner = residual.shape[0], dense.down.shape[1]
-        gate_up = pool.take("gate_up", (rows, 2 * inner), residual.dtype)
+        gate_up = self._take_gate_up(dense, residual)
         norm = (layer.post_norm, self._eps)
-        pool.run(
-            self._norm_gate_up, residual, None, *norm, dense.gate_up, None, gate_up, None, None
+        pool.run(self._norm_gate_up, residual, None, *norm, dense.gate_up, None, gate_up, None)
+        self._dense_down(dense, gate_up, out)
+
+    def _dense_normed(self, layer: LayerWeights, hidden: torch.Tensor) -> None:
+        """hidden = the dense MLP of hidden, which is normed."""
+        dense = layer.mlp
+        assert isinstance(dense, DenseWeights)
+        gate_up = self._take_gate_up(dense, hidden)
+        self._pool.run(self._kernels.decode.linear, hidden, dense.gate_up, None, gate_up)
+        self._dense_down(dense, gate_up, hidden)
+
+    def _take_gate_up(self, dense: DenseWeights, hidden: torch.Tensor) -> torch.Tensor:
+        return self._pool.take(
+            "gate_up", (hidden.shape[0], dense.gate_up.shape[0]), hidden.dtype
         )
-        gated = pool.take("gated", (rows, inner), residual.dtype)
-        pool.run(kernels.experts.silu_and_mul, gate_up, gated)
+
+    def _dense_down(self, dense: DenseWeights, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """Releases `gate_up`."""
+        pool, decode = self._pool, self._kernels.decode
+        gated = pool.take("gated", (out.shape[0], dense.down.shape[1]), out.dtype)
+        pool.run(decode.experts.silu_and_mul, gate_up, gated)
         pool.release("gate_up")
-        pool.run(kernels.linear, gated, dense.down, None, out)
+        pool.run(decode.linear, gated, dense.down, None, out)
         pool.release("gated")

@@ -13,8 +13,9 @@ import torch
 
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.delta_net import DeltaNet
-from graphcap.decode.fused_layer import fused_layers
+from graphcap.decode.fused_layer import Plans, fused_layers
 from graphcap.decode.kernels import DecodeKernels
+from graphcap.decode.layer_plan import default_plan
 from graphcap.decode.rotary import rotary_table
 from graphcap.decode.shared_expert import SharedExpert
 from graphcap.decode.weights import (
@@ -27,6 +28,7 @@ from graphcap.decode.weights import (
 from graphcap.errors import InputError
 from graphcap.inputs import PadPolicy, Slot
 from graphcap.moe.experts import RoutedExperts
+from graphcap.moe.kernels import ExpertKernels
 from graphcap.moe.ranges import Ranges
 from graphcap.operations import Operation, kernel_choices
 from graphcap.pool import BufferPool
@@ -69,6 +71,7 @@ class DecodeStep:
         pool: where every intermediate comes from.
         ranges: marks the parts of MoE layers for a profiler; None: nothing is called.
         schedule: how layers run: "plain", operation by operation, or "fused" (see `fused_layer`).
+        plans: of the fused schedule: the plan of a bucket.
 
     Raises:
         InputError: the cache is not of the kernels' format, or the kernels cannot run a hybrid, or the
@@ -83,6 +86,7 @@ class DecodeStep:
         pool: BufferPool,
         ranges: Ranges | None = None,
         schedule: str = "plain",
+        plans: Plans = default_plan,
     ) -> None:
         shape = weights.shape
         if cache.format != kernels.cache_format:
@@ -129,26 +133,32 @@ class DecodeStep:
             else None
             for layer in weights.layers
         ]
-        self._experts = [
+        self._ranges = ranges
+        self._experts = self._make_experts(kernels.experts)
+        self._fused = fused_layers(
+            schedule, weights, cache, kernels, pool, self._make_experts, self.cos_sin, plans
+        )
+        if schedule == "fused":
+            self.kernel_choices += kernel_choices(kernels.fused, {})
+
+    def _make_experts(self, kernels: ExpertKernels) -> list[RoutedExperts | None]:
+        """The experts of every layer; None where it is dense."""
+        shape = self.weights.shape
+        return [
             RoutedExperts(
-                kernels.experts,
-                pool,
+                kernels,
+                self._pool,
                 layer.mlp.router,
                 layer.mlp.gate_up,
                 layer.mlp.down,
                 top_k=shape.top_k,
                 renormalize=shape.norm_topk_prob,
-                ranges=ranges,
+                ranges=self._ranges,
             )
             if isinstance(layer.mlp, ExpertWeights)
             else None
-            for layer in weights.layers
+            for layer in self.weights.layers
         ]
-        self._fused = fused_layers(
-            schedule, weights, cache, kernels, pool, self._experts, self.cos_sin
-        )
-        if self._fused is not None:
-            self.kernel_choices += kernel_choices(kernels.fused, {})
 
     def _delta_net(self, index: int, layer: LayerWeights | DeltaLayerWeights) -> DeltaNet | None:
         shape, states, place = self.weights.shape, self.cache.states, self._place[index]
@@ -177,8 +187,9 @@ class DecodeStep:
             hidden = pool.take("hidden", (rows, shape.hidden_size), weights.dtype)
             residual = pool.take("residual", (rows, shape.hidden_size), weights.dtype)
             pool.run(kernels.embedding, token_ids, weights.embedding, residual)
-            if self._fused is not None and rows <= self._fused.max_rows:
-                self._fused(hidden, residual, inputs)
+            fused = self._fused(rows)
+            if fused is not None:
+                fused(hidden, residual, inputs)
                 return self._sample(hidden, inputs)
             slots, lengths = self._bounded(inputs)
             first = weights.layers[0].input_norm

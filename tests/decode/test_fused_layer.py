@@ -14,7 +14,7 @@ from triton_support import ON_GPU
 pytest.importorskip("triton", minversion="3.0")
 
 from graphcap.buckets import BucketLadder
-from graphcap.decode import fused_layer
+from graphcap.decode import fused_layer, layer_plan
 from graphcap.decode.cache import NULL_BLOCK, PagedCache
 from graphcap.decode.cache_format import CacheFormat
 from graphcap.decode.decoder import Decoder
@@ -121,7 +121,8 @@ def test_six_operations_a_layer_and_the_same_bits_on_a_frozen_poisoned_pool() ->
 
 
 def test_more_rows_run_by_the_plain_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_layer, "FUSED_ROWS", 2)
+    monkeypatch.setattr(layer_plan, "FUSED_ROWS", 1)
+    monkeypatch.setattr(layer_plan, "APART_ROWS", 2)
     weights = draw_weights(num_layers=1)
     seen = Names()
     with observed_by(seen):
@@ -134,7 +135,7 @@ def test_a_captured_decoder_of_both_schedules_verifies_and_agrees(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Buckets on either side of the limit share one pool; capture checks each against eager."""
-    monkeypatch.setattr(fused_layer, "FUSED_ROWS", 1)
+    monkeypatch.setattr(layer_plan, "FUSED_ROWS", 1)
     weights = draw_weights(num_layers=1, mlp_only_layers=())
     tokens = {}
     for schedule in fused_layer.SCHEDULES:

@@ -146,16 +146,16 @@ def fused_layer(
 ) -> None:
     width = (heads + 2 * kv_heads) * d
     x, norm = empty(m, h, dtype=dtype), empty(h, dtype=dtype)
-    qkv, out, counters = empty(m, width, dtype=dtype), empty(m, heads, d, dtype=dtype), empty(m)
+    qkv, out = empty(m, width, dtype=dtype), empty(m, heads, d, dtype=dtype)
     w, bias = empty(width, h, dtype=dtype), empty(width, dtype=dtype)
-    call(decode.norm_qkv, x, x, norm, 1e-6, w, None, qkv, x, counters)
-    call(decode.norm_qkv, x, None, norm, 1e-6, w, bias, qkv, None, counters)
+    call(decode.norm_qkv, x, x, norm, 1e-6, w, None, qkv, x)
+    call(decode.norm_qkv, x, None, norm, 1e-6, w, bias, qkv, None)
     of_head, ids, longs = empty(d, dtype=dtype), empty(m), empty(m, dtype=torch.int64)
     cache = empty(1000, 16, kv_heads, d, dtype=dtype)
     tables, angles = empty(m, table), empty(4096, d, dtype=dtype)
     slots = (longs, longs, tables, ids)
     call(
-        decode.attend, qkv, of_head, of_head, angles, *slots, cache, cache, out, counters, 1e-6, 0.1
+        decode.attend, qkv, of_head, of_head, angles, *slots, cache, cache, out, 1e-6, 0.1
     )
     call(decode.output_residual, out.view(m, -1), empty(h, heads * d, dtype=dtype), None, x)
     logits = empty(m, e, dtype=torch.float32)

@@ -21,6 +21,8 @@ class FusedLayerKernels:
     attend: Operation
     output_residual: Operation
     norm_router: Operation
+    project: Operation
+    gated_gemm: Operation
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,12 @@ def decode_kernels(backend: Backend) -> DecodeKernels:
     fused = None
     if hasattr(module, "norm_qkv"):
         fused = FusedLayerKernels(
-            module.norm_qkv, module.attend, module.output_residual, module.norm_router
+            module.norm_qkv,
+            module.attend,
+            module.output_residual,
+            module.norm_router,
+            module.project,
+            module.gated_gemm,
         )
     return DecodeKernels(
         expert_kernels(backend),

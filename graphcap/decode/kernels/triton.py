@@ -12,7 +12,12 @@ import triton.language as tl
 
 from graphcap.decode.kernels.triton_attention import attention
 from graphcap.decode.kernels.triton_fused_attention import attend
-from graphcap.decode.kernels.triton_fused_linear import norm_qkv, norm_router, output_residual
+from graphcap.decode.kernels.triton_fused_linear import (
+    norm_qkv,
+    norm_router,
+    output_residual,
+    project,
+)
 from graphcap.decode.kernels.triton_norm import (
     fused_add_rms_norm,
     heads_per_program,
@@ -21,6 +26,7 @@ from graphcap.decode.kernels.triton_norm import (
 )
 from graphcap.decode.kernels.triton_sampling import advance, argmax
 from graphcap.moe.kernels.triton import silu_and_mul
+from graphcap.moe.kernels.triton_gemm import gated_gemm
 from graphcap.operations import operation
 
 __all__ = [
@@ -31,10 +37,12 @@ __all__ = [
     "cache_write",
     "embedding",
     "fused_add_rms_norm",
+    "gated_gemm",
     "linear",
     "norm_qkv",
     "norm_router",
     "output_residual",
+    "project",
     "rms_norm",
     "rotary_embedding",
     "silu_and_mul",

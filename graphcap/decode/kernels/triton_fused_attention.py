@@ -1,14 +1,16 @@
 # mypy: allow-untyped-defs
-"""One new token's attention in one kernel: norms of queries and keys, RoPE, cache write, flash decoding.
+"""One new token's attention: norms of queries and keys, RoPE, cache write, flash decoding in two kernels.
 
-A program takes all query heads of one key-value head and one split of the tokens that the cache already
-holds; it norms and rotates its queries itself. The new token never passes through the cache: split 0 has
-it in registers, attends to it and stores it. So no program reads what another one writes, and keys and
-values of the first tile are on their way while the projection before is still finishing.
+A program of the first takes all query heads of one key-value head and one split of the tokens that the
+cache already holds, or the new token. It norms and rotates its queries itself. The new token never
+passes through the cache: its program stores it there and is a split of its own, so no program reads
+what another one writes, and keys and values of a split are on their way while the projection before is
+still finishing. After its wait a program has a chain of few short links: that chain is the time of this
+kernel at small batches, where it has next to nothing to read.
 
-Splits are joined by the program of a key-value head that arrives last, which counters of the step
-tell (the kernel before has zeroed them), or, where they are many, by a second launch over all heads.
-Either way they are summed in their order, whichever arrived when.
+The second kernel joins the splits in their order, whichever ended first. Joining by the program that
+arrives last was measured (H200): counter, fence and the reading of other programs' results cost 5 µs
+more than the launch.
 
 Annotations are not postponed in this module: Triton reads ``tl.constexpr`` from them.
 """
@@ -20,23 +22,20 @@ import torch
 import triton
 import triton.language as tl
 
-from graphcap.decode.kernels.triton_attention import LOG2_E, MAX_SPLITS, processors
+from graphcap.decode.kernels.triton_attention import LOG2_E, processors
 from graphcap.moe.kernels.triton_gemm import interpreted
 from graphcap.moe.kernels.triton_pdl import let_next_start, pdl_options, wait_for_previous
 from graphcap.operations import BufferSpec, operation
 
-JOIN_INSIDE = 16
-"""Up to this many splits are joined by the last program. Not measured yet: see bench/fused_layer.py."""
+MAX_SPLITS = 128
 
 
 class AttendTile(NamedTuple):
-    """Into how many splits the cached tokens are divided, tokens of one iteration, warps, and whether
-    the splits are joined in the same launch."""
+    """Into how many splits the cached tokens are divided at the most, tokens of one iteration, warps."""
 
     splits: int
     tokens: int
     warps: int
-    inside: bool
 
 
 def attend_tile(
@@ -45,14 +44,13 @@ def attend_tile(
     """The tile of `attend` for block tables of `capacity` tokens; it depends on static shapes only.
 
     As many splits as give every multiprocessor two programs, but none of less than one iteration, whose
-    keys and values (`head_bytes` a token each) registers must hold.
+    keys and values (`head_bytes` a token each) registers must hold. Short tables take short iterations:
+    fewer links in the chain.
     """
-    tokens = 32 if head_bytes <= 512 else 16
-    wanted = 2 * multiprocessors // (rows * kv_heads)
+    tokens = 16 if head_bytes > 512 else 64 if capacity >= 2048 and head_bytes <= 256 else 32
+    wanted = max(1, 2 * multiprocessors // (rows * kv_heads))
     splits = max(1, min(wanted, triton.cdiv(capacity, tokens), MAX_SPLITS))
-    if head_bytes <= 256 and splits <= 4 and capacity > 64 * splits:
-        tokens = 64  # long loops: fewer, larger iterations
-    return AttendTile(splits, tokens, 4 if head_bytes <= 512 else 8, splits <= JOIN_INSIDE)
+    return AttendTile(splits, tokens, 4 if head_bytes <= 512 else 8)
 
 
 def _tile(qkv: torch.Tensor, key_cache: torch.Tensor, block_tables: torch.Tensor) -> AttendTile:
@@ -67,13 +65,11 @@ def _tile(qkv: torch.Tensor, key_cache: torch.Tensor, block_tables: torch.Tensor
 
 
 def scratch_of(tile: AttendTile, out: torch.Tensor) -> Mapping[str, BufferSpec]:
-    """Partial results (M, Hq, splits, D) and their log2-sum-exp; nothing where one split does."""
+    """Results (M, Hq, 1 + splits, D) of the new token and of every split, and their log2-sum-exp."""
     rows, heads, d = out.shape
-    if tile.splits == 1:
-        return {}
     return {
-        "partial": ((rows, heads, tile.splits, d), torch.float32),
-        "lse": ((rows, heads, tile.splits), torch.float32),
+        "partial": ((rows, heads, 1 + tile.splits, d), torch.float32),
+        "lse": ((rows, heads, 1 + tile.splits), torch.float32),
     }
 
 
@@ -97,10 +93,10 @@ def attend_scratch(
 @triton.jit
 def _shares(length, splits, BLOCK_T: tl.constexpr):
     """Of a sequence of `length` tokens, the last of them new: cached tokens of one split, and how many
-    splits have any. Split 0 always has the new one."""
+    splits have any."""
     cached = length - 1
     share = tl.maximum(tl.cdiv(tl.cdiv(cached, splits), BLOCK_T), 1) * BLOCK_T
-    return share, tl.maximum(tl.cdiv(cached, share), 1)
+    return share, tl.cdiv(cached, share)
 
 
 @triton.jit
@@ -177,32 +173,6 @@ def _heads(
     return (x * cos[None, :] + other * sin[None, :]).to(dtype)
 
 
-@triton.jit
-def _join(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    row_head,
-    splits,
-    active,
-    D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """out[row_head] = its `active` partial results, each by its share of the softmax."""
-    s = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_D)
-    first = row_head * splits
-    # Written by other programs, maybe of this launch: not from the first-level cache.
-    lse = tl.load(lse_ptr + first + s, mask=s < active, other=-float("inf"), cache_modifier=".cg")
-    weight = tl.exp2(lse - tl.max(lse, 0))
-    mask = (s < active)[:, None] & (d < D)[None, :]
-    at = partial_ptr + (first + s)[:, None] * D + d[None, :]
-    partial = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-    result = tl.sum(partial * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out_ptr + row_head * D + d, result.to(out_ptr.dtype.element_ty), mask=d < D)
-
-
 @triton.jit(do_not_specialize=["splits", "capacity"])
 def _attend_kernel(
     qkv_ptr,
@@ -215,8 +185,6 @@ def _attend_kernel(
     lengths_ptr,
     key_ptr,
     value_ptr,
-    out_ptr,
-    counters_ptr,
     partial_ptr,
     lse_ptr,
     eps,
@@ -235,17 +203,14 @@ def _attend_kernel(
     D: tl.constexpr,
     ROTARY: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    INSIDE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
+    part = tl.program_id(1)  # 0: the new token; otherwise split part - 1
     row = tl.program_id(2)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     HALF: tl.constexpr = ROTARY // 2
@@ -261,17 +226,19 @@ def _attend_kernel(
     length = tl.minimum(tl.load(lengths_ptr + row), capacity)
     length = tl.where(slot < 0, 1, length)
     share, active = _shares(length, splits, BLOCK_T)
-    begin = split * share
-    end = tl.minimum(begin + share, length - 1)
+    begin = (part - 1) * share
+    # The program of the new token reads no other one.
+    end = tl.where(part == 0, 0, tl.minimum(begin + share, length - 1))
     table = tables_ptr + row * tables_row
     key_of_head = key_ptr + kv_head * key_head
     value_of_head = value_ptr + kv_head * value_head
+    valid = (begin + t >= 0) & (begin + t < end)
     key, value = _cached_tile(
         key_of_head,
         value_of_head,
         table,
         begin + t,
-        begin + t < end,
+        valid,
         key_block,
         key_token,
         value_block,
@@ -283,21 +250,15 @@ def _attend_kernel(
     partner = tl.where(d < HALF, d + HALF, tl.where(d < ROTARY, d - HALF, d))
     q_norm = tl.load(q_norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     q_norm_partner = tl.load(q_norm_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
+    k_norm = tl.load(k_norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    k_norm_partner = tl.load(k_norm_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
     angles = cos_sin_ptr + tl.load(positions_ptr + row) * ROTARY + d % HALF
     cos = tl.load(angles, mask=d < ROTARY, other=1.0).to(tl.float32)
     sin = tl.load(angles + HALF, mask=d < ROTARY, other=0.0).to(tl.float32)
     sin = tl.where(d < HALF, -sin, sin)
     wait_for_previous(PDL)
     let_next_start(PDL)
-
-    head_out = row * HEADS + kv_head * GROUP + g
-    out_at = out_ptr + head_out[:, None] * D + d[None, :]
-    head_mask = (g < GROUP)[:, None] & (d < D)[None, :]
-    if slot < 0:
-        if split == 0:
-            tl.store(out_at, tl.zeros((BLOCK_G, BLOCK_D), out_ptr.dtype.element_ty), mask=head_mask)
-        return
-    if split >= active:
+    if (slot < 0) | (part > active):
         return
 
     projected = qkv_ptr + row * ((HEADS + 2 * KV_HEADS) * D)
@@ -314,14 +275,11 @@ def _attend_kernel(
         D,
         BLOCK_D,
     )
-    if WIDEN:
-        q = q.to(tl.float32)
-    top = tl.full((BLOCK_G,), -float("inf"), tl.float32)
-    weight = tl.zeros((BLOCK_G,), tl.float32)
-    total = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-    if split == 0:
-        k_norm = tl.load(k_norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-        k_norm_partner = tl.load(k_norm_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
+    head_out = row * HEADS + kv_head * GROUP + g
+    head_mask = (g < GROUP)[:, None] & (d < D)[None, :]
+    at = head_out * (1 + splits) + part
+    partial_at = partial_ptr + at[:, None] * D + d[None, :]
+    if part == 0:
         new_key = _heads(
             projected,
             HEADS + kv_head + one,
@@ -341,13 +299,24 @@ def _attend_kernel(
         value_to = value_of_head + slot // PAGE * value_block + slot % PAGE * value_token
         tl.store(key_to + d[None, :], new_key, mask=(d < D)[None, :])
         tl.store(value_to + d, new_value, mask=d < D)
-        top = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
-        weight = tl.full((BLOCK_G,), 1.0, tl.float32)
-        total += new_value.to(tl.float32)[None, :]
+        score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), 1) * scale
+        tl.store(lse_ptr + at, score, mask=g < GROUP)
+        # A softmax over one token is 1.
+        alone = tl.zeros((BLOCK_G, BLOCK_D), tl.float32) + new_value.to(tl.float32)[None, :]
+        tl.store(partial_at, alone, mask=head_mask)
+        return
 
-    top, weight, total = _attend_tile(
-        q, key, value, begin + t < end, scale, top, weight, total, WIDEN
-    )
+    if WIDEN:
+        q = q.to(tl.float32)
+        key = key.to(tl.float32)
+        value = value.to(tl.float32)
+    # The first tile has a valid token: nothing is under way that it would have to be joined with.
+    score = tl.dot(q, key, input_precision="ieee") * scale
+    score = tl.where(valid[None, :], score, -float("inf"))
+    top = tl.max(score, 1)
+    p = tl.exp2(score - top[:, None])
+    weight = tl.sum(p, 1)
+    total = tl.dot(p.to(value.dtype), value, input_precision="ieee")
     for start in range(begin + BLOCK_T, end, BLOCK_T):
         key, value = _cached_tile(
             key_of_head,
@@ -363,39 +332,21 @@ def _attend_kernel(
             PAGE,
             BLOCK_D,
         )
-        top, weight, total = _attend_tile(
-            q, key, value, start + t < end, scale, top, weight, total, WIDEN
+        if WIDEN:
+            key = key.to(tl.float32)
+            value = value.to(tl.float32)
+        score = tl.dot(q, key, input_precision="ieee") * scale
+        score = tl.where((start + t < end)[None, :], score, -float("inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        shrink = tl.exp2(top - higher)
+        p = tl.exp2(score - higher[:, None])
+        weight = weight * shrink + tl.sum(p, 1)
+        total = tl.dot(
+            p.to(value.dtype), value, total * shrink[:, None], input_precision="ieee"
         )
-
-    result = total / weight[:, None]
-    if not SPLIT:
-        tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=head_mask)
-    else:
-        if active == 1:
-            tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=head_mask)
-            return
-        at = head_out * splits + split
-        tl.store(lse_ptr + at, top + tl.log2(weight), mask=g < GROUP)
-        tl.store(partial_ptr + at[:, None] * D + d[None, :], result, mask=head_mask)
-        if INSIDE:
-            # All threads have stored before one of them says so; who arrives last sees all of it.
-            tl.debug_barrier()
-            counter = counters_ptr + row * KV_HEADS + kv_head
-            before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if before == active - 1:
-                first = row * HEADS + kv_head * GROUP
-                for i in tl.static_range(GROUP):
-                    _join(
-                        partial_ptr,
-                        lse_ptr,
-                        out_ptr,
-                        first + i,
-                        splits,
-                        active,
-                        D,
-                        BLOCK_S,
-                        BLOCK_D,
-                    )
+        top = higher
+    tl.store(lse_ptr + at, top + tl.log2(weight), mask=g < GROUP)
+    tl.store(partial_at, total / weight[:, None], mask=head_mask)
 
 
 @triton.jit(do_not_specialize=["splits", "capacity"])
@@ -414,16 +365,25 @@ def _attend_join_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(1)
+    """out of one head, BLOCK_D of its values: every part by its share of the softmax."""
+    row = tl.program_id(2)
+    head = row * HEADS + tl.program_id(0)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    s = tl.arange(0, BLOCK_S)
     slot = tl.load(slots_ptr + row)
     length = tl.minimum(tl.load(lengths_ptr + row), capacity)
-    _share, active = _shares(tl.where(slot < 0, 1, length), splits, BLOCK_T)
+    _share, active = _shares(length, splits, BLOCK_T)
+    parts = tl.where(slot < 0, 0, 1 + active)
+    first = head * (1 + splits)
+    at = partial_ptr + (first + s)[:, None] * D + d[None, :]
     wait_for_previous(PDL)
     let_next_start(PDL)
-    if active == 1:  # written already
-        return
-    row_head = row * HEADS + tl.program_id(0)
-    _join(partial_ptr, lse_ptr, out_ptr, row_head, splits, active, D, BLOCK_S, BLOCK_D)
+    lse = tl.load(lse_ptr + first + s, mask=s < parts, other=-float("inf"))
+    partial = tl.load(at, mask=(s < parts)[:, None] & (d < D)[None, :], other=0.0)
+    top = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(parts > 0, top, 0.0))  # of padding: zeros, and so is its result
+    result = tl.sum(partial * weight[:, None], 0) / tl.where(parts > 0, tl.sum(weight, 0), 1.0)
+    tl.store(out_ptr + head * D + d, result.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 @operation("attend", "triton: fused_attention", scratch=attend_scratch)
@@ -439,19 +399,18 @@ def attend(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     out: torch.Tensor,
-    counters: torch.Tensor,
     eps: float,
     scale: float,
-    partial: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
+    partial: torch.Tensor,
+    lse: torch.Tensor,
     tile: AttendTile | None = None,
     pdl: bool = True,
 ) -> None:
     """out (M, Hq, D): norm and rotate queries and keys, write the cache, attend to it; one token a row.
 
-    Must directly follow the `norm_qkv` that wrote `qkv` and zeroed `counters`: everything else is read
-    while that may still be running. A row with a negative slot is padding: its projection and its
-    block table are not read, it writes no cache, and its `out` is zero.
+    Everything but `qkv` is read while the kernel before may still be running: that kernel may write
+    `qkv` alone. A row with a negative slot is padding: its projection and its block table are not read,
+    it writes no cache, and its `out` is zero.
 
     Args:
         qkv: (M, (Hq + 2 Hk) * D), contiguous: queries, keys, values.
@@ -465,22 +424,21 @@ def attend(
         seq_lens: (M,) int32, the new token included, at least 1.
         key_cache, value_cache: (blocks, block_size, Hk, D).
         out: contiguous.
-        counters: (M * Hk,) int32, zeros; counted up.
         eps, scale: of the norms; of the scores.
-        partial, lse: see `scratch_of`; given where and only where the tile has several splits.
+        partial, lse: see `scratch_of`.
         tile: None: `attend_tile`.
         pdl: use programmatic dependent launch where the device has it.
     """
     rows, heads, d = out.shape
     page, kv_heads = key_cache.shape[1:3]
     tile = _tile(qkv, key_cache, block_tables) if tile is None else tile
-    assert (partial is None) == (tile.splits == 1), "scratch of another tile"
+    assert partial.shape[2] == 1 + tile.splits, "scratch of another tile"
     capacity = block_tables.shape[1] * page
     group = heads // kv_heads
     block_d = max(16, triton.next_power_of_2(d))
-    block_s = triton.next_power_of_2(tile.splits)
+    block_s = triton.next_power_of_2(1 + tile.splits)
     options = pdl_options(qkv) if pdl else {"PDL": False}
-    _attend_kernel[(kv_heads, tile.splits, rows)](
+    _attend_kernel[(kv_heads, 1 + tile.splits, rows)](
         qkv,
         q_norm,
         k_norm,
@@ -491,8 +449,6 @@ def attend(
         seq_lens,
         key_cache,
         value_cache,
-        out,
-        counters,
         partial,
         lse,
         eps,
@@ -511,31 +467,29 @@ def attend(
         D=d,
         ROTARY=cos_sin.shape[1],
         PAGE=page,
-        SPLIT=tile.splits > 1,
-        INSIDE=tile.inside,
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         BLOCK_D=block_d,
         BLOCK_T=tile.tokens,
-        BLOCK_S=block_s,
         WIDEN=interpreted(qkv),
         num_warps=tile.warps,
         num_stages=2,
         **options,
     )
-    if tile.splits > 1 and not tile.inside:
-        _attend_join_kernel[(heads, rows)](
-            partial,
-            lse,
-            out,
-            slots,
-            seq_lens,
-            tile.splits,
-            capacity,
-            HEADS=heads,
-            D=d,
-            BLOCK_T=tile.tokens,
-            BLOCK_S=block_s,
-            BLOCK_D=block_d,
-            num_warps=min(8, max(1, block_s * block_d // 1024)),
-            **options,
-        )
+    # 16 KiB of partial results a program at the most, but no less than a sector of each.
+    columns = min(block_d, max(8, 4096 // block_s))
+    _attend_join_kernel[(heads, triton.cdiv(d, columns), rows)](
+        partial,
+        lse,
+        out,
+        slots,
+        seq_lens,
+        tile.splits,
+        capacity,
+        HEADS=heads,
+        D=d,
+        BLOCK_T=tile.tokens,
+        BLOCK_S=block_s,
+        BLOCK_D=columns,
+        num_warps=min(4, max(1, block_s * columns // 1024)),
+        **options,
+    )

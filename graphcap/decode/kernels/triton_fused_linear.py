@@ -31,21 +31,28 @@ FEW_OUTPUTS = 4096
 
 
 class RowsTile(NamedTuple):
-    """By row: weight rows of one program, its warps, and into how many programs the tokens are dealt
-    (each reads the weights again, from the cache)."""
+    """By row: weight rows of one program, its warps, into how many programs the tokens are dealt (each
+    reads the weights again, from the cache), and the registers a thread may use, 0 as many as it likes.
+
+    With fewer registers all programs run at once, and those of the next kernel have room to fetch their
+    weights meanwhile: four rows of 2,048 by four warps take 117, four programs a multiprocessor.
+    """
 
     rows: int
     warps: int
     lanes: int
+    registers: int = 0
 
 
 class DotTile(NamedTuple):
-    """By tile: outputs of one program, depth of one iteration, warps, stages."""
+    """By tile: outputs of one program, depth of one iteration, warps, stages, and whether the program's
+    weights are sent for, into the second-level cache, before the kernel before has ended."""
 
     n: int
     depth: int
     warps: int
     stages: int
+    early: bool = False
 
 
 Tile = RowsTile | DotTile
@@ -79,14 +86,6 @@ def _stream(x_ptr, delta_ptr, at, mask):
 
 
 @triton.jit
-def _clear(counters_ptr, counters, BLOCK: tl.constexpr):
-    """Zero counters of the kernel that comes next, by one program."""
-    for start in range(0, counters, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        tl.store(counters_ptr + at, at * 0, mask=at < counters)
-
-
-@triton.jit
 def _finish(total, bias_ptr, residual_ptr, out_ptr, at, n, mask, dtype: tl.constexpr):
     """Store a sum: plus bias, rounded to the model's dtype; plus the residual, rounded again."""
     if bias_ptr is not None:
@@ -97,7 +96,7 @@ def _finish(total, bias_ptr, residual_ptr, out_ptr, at, n, mask, dtype: tl.const
     tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["M", "counters"])
+@triton.jit(do_not_specialize=["M"])
 def _linear_rows_kernel(
     x_ptr,
     delta_ptr,
@@ -108,10 +107,8 @@ def _linear_rows_kernel(
     out_ptr,
     sum_ptr,
     normed_ptr,
-    counters_ptr,
     eps,
     M,
-    counters,
     N: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
@@ -126,29 +123,53 @@ def _linear_rows_kernel(
     w_at = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * C + c[None, :]
     w = tl.load(w_at, mask=(c < C)[None, :], other=0.0, eviction_policy="evict_first")
     if norm_ptr is not None:
-        norm = tl.load(norm_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+        norm = tl.load(norm_ptr + c, mask=c < C, other=0.0)
+    bias = tl.zeros((ROWS,), tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     let_next_start(PDL)
-    if counters_ptr is not None:
-        if (part == 0) & (tl.program_id(1) == 0):
-            _clear(counters_ptr, counters, 128)
     for row in range(tl.program_id(1), M, tl.num_programs(1)):
         at = row * C + c
         x = _stream(x_ptr, delta_ptr, at, c < C)
+        # Loaded beside x, not after the sums: one latency less.
+        residual = tl.zeros((ROWS,), tl.float32)
+        if residual_ptr is not None:
+            residual = tl.load(residual_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32)
         if sum_ptr is not None:
             if part == 0:
                 tl.store(sum_ptr + at, x.to(dtype), mask=c < C)
         if norm_ptr is not None:
             scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / C + eps)
-            x = ((x * scale).to(dtype).to(tl.float32) * norm).to(dtype).to(tl.float32)
+            x = (x * scale).to(dtype).to(tl.float32) * norm.to(tl.float32)
+            x = x.to(dtype).to(tl.float32)
         if normed_ptr is not None:
             if part == 0:
                 tl.store(normed_ptr + at, x.to(dtype), mask=c < C)
         total = tl.sum(w.to(tl.float32) * x[None, :], 1)
-        _finish(total, bias_ptr, residual_ptr, out_ptr, row * N + n, n, n < N, dtype)
+        value = (total + bias).to(dtype).to(tl.float32) + residual
+        if residual_ptr is not None:
+            value = value.to(dtype)
+        tl.store(out_ptr + row * N + n, value.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-@triton.jit(do_not_specialize=["M", "counters"])
+@triton.jit
+def _send_for(w_ptr, SIZE: tl.constexpr):
+    """Have SIZE contiguous values on their way into the second-level cache; nothing waits for them."""
+    BYTES: tl.constexpr = SIZE * w_ptr.dtype.element_ty.primitive_bitwidth // 8 // 128
+    at = w_ptr.to(tl.int64) + tl.arange(0, 128).to(tl.int64) * BYTES
+    size = tl.full((128,), BYTES, tl.int32)
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [at, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["M"])
 def _linear_tiles_kernel(
     x_ptr,
     delta_ptr,
@@ -159,15 +180,14 @@ def _linear_tiles_kernel(
     out_ptr,
     sum_ptr,
     normed_ptr,
-    counters_ptr,
     eps,
     M,
-    counters,
     N: tl.constexpr,
     C: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr,
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -177,11 +197,10 @@ def _linear_tiles_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     rows_at = tl.where(row < M, row, 0)[:, None] * C
     w_at = w_ptr + tl.minimum(n, N - 1).to(tl.int64)[None, :] * C
+    if EARLY:
+        _send_for(w_ptr + part.to(tl.int64) * (BLOCK_N * C), BLOCK_N * C)
     wait_for_previous(PDL)
     let_next_start(PDL)
-    if counters_ptr is not None:
-        if (part == 0) & (tl.program_id(1) == 0):
-            _clear(counters_ptr, counters, 128)
 
     scale = tl.full((BLOCK_M,), 1.0, tl.float32)
     if norm_ptr is not None:
@@ -232,7 +251,6 @@ def launch_linear(
     residual: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
     normed: torch.Tensor | None = None,
-    counters: torch.Tensor | None = None,
     tile: Tile | None = None,
     pdl: bool = True,
 ) -> None:
@@ -245,13 +263,14 @@ def launch_linear(
     m, c = x.shape
     n = weight.shape[0]
     tile = linear_tile(m, n, c, x.element_size()) if tile is None else tile
-    arguments = (x, delta, norm, weight, bias, residual, out, total, normed, counters, eps, m)
-    count = 0 if counters is None else counters.numel()
+    arguments = (x, delta, norm, weight, bias, residual, out, total, normed, eps, m)
     options = pdl_options(x) if pdl else {"PDL": False}
+    row_bytes = c * weight.element_size()
     if isinstance(tile, RowsTile):
+        if tile.registers and pdl_options(x)["PDL"]:  # an NVIDIA device
+            options["maxnreg"] = tile.registers
         _linear_rows_kernel[(triton.cdiv(n, tile.rows), min(m, tile.lanes))](
             *arguments,
-            count,
             N=n,
             C=c,
             ROWS=tile.rows,
@@ -263,12 +282,12 @@ def launch_linear(
     block_m = min(64, max(16, triton.next_power_of_2(m)))
     _linear_tiles_kernel[(triton.cdiv(n, tile.n), triton.cdiv(m, block_m))](
         *arguments,
-        count,
         N=n,
         C=c,
         BLOCK_M=block_m,
         BLOCK_N=tile.n,
         BLOCK_C=tile.depth,
+        EARLY=tile.early and options["PDL"] and n % tile.n == 0 and tile.n * row_bytes % 2048 == 0,
         WIDEN=interpreted(x),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -286,13 +305,12 @@ def norm_qkv(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     total: torch.Tensor | None,
-    counters: torch.Tensor | None,
     tile: Tile | None = None,
     pdl: bool = True,
 ) -> None:
     """total = x + delta; out = rms_norm(total) @ weight.T + bias.
 
-    All tensors are contiguous and, but for `counters`, of the model's dtype. Weights may be read while
+    All tensors are contiguous and of the model's dtype. Weights may be read while
     the kernel before is still running: that kernel must not write them.
 
     Args:
@@ -302,7 +320,6 @@ def norm_qkv(
         weight, bias: (N, H) and (N,) or None.
         out: (M, N).
         total: (M, H), neither x nor delta (other programs still read them); None without a delta.
-        counters: int32, zeroed for the `attend` that follows; None: nothing to zero.
     """
     launch_linear(
         x,
@@ -313,7 +330,6 @@ def norm_qkv(
         eps=eps,
         bias=bias,
         total=total,
-        counters=counters,
         tile=tile,
         pdl=pdl,
     )
@@ -350,3 +366,18 @@ def output_residual(
     """residual (M, H) += x (M, A) @ weight (H, A).T + bias (H,), in place; the product is rounded to the
     model's dtype before the sum is. Contiguous tensors of one dtype."""
     launch_linear(x, weight, residual, bias=bias, residual=residual, tile=tile, pdl=pdl)
+
+
+@operation("projections", "triton: fused_linear")
+def project(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: Tile | None = None,
+    pdl: bool = True,
+) -> None:
+    """out (M, N) = x (M, C) @ weight (N, C).T + bias (N,): `linear`, with its weights on their way while
+    the kernel before is still running. Contiguous tensors of one dtype, but that `out` may be float32:
+    it then holds what was rounded to the model's dtype, as `router_gemm` does."""
+    launch_linear(x, weight, out, bias=bias, tile=tile, pdl=pdl)

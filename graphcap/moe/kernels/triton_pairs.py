@@ -239,6 +239,7 @@ def pair_gate_up(
     weights: torch.Tensor,
     ids: torch.Tensor,
     renormalize: bool,
+    pdl: bool = True,
 ) -> None:
     """`topk_softmax`, the first expert product and silu_and_mul, for every pair by itself.
 
@@ -259,8 +260,8 @@ def pair_gate_up(
     m, k = ids.shape
     h, inner = gate_up.shape[2], act.shape[1]
     tile = gate_up_tile(h, hidden.element_size())
-    options = pdl_options(hidden)
-    if options["PDL"]:  # an NVIDIA device, whose multiprocessors then take 32 programs, their most
+    options = pdl_options(hidden) if pdl else {"PDL": False}
+    if pdl_options(hidden)["PDL"]:  # an NVIDIA device, whose multiprocessors then take 32 programs, their most
         options["maxnreg"] = 64
     _pair_gate_up_kernel[(m * k, 1 + triton.cdiv(inner, tile.rows))](
         hidden,
@@ -295,6 +296,7 @@ def pair_down(
     down: torch.Tensor,
     out: torch.Tensor,
     renormalize: bool,
+    pdl: bool = True,
 ) -> None:
     """The second expert product and the merge: out[m] = sum over k of weights[m, k] * down[ids[m, k]] @
     act[m*K + k], in float32 and in a fixed order; zeros for padding.
@@ -312,7 +314,7 @@ def pair_down(
     e, h, inner = down.shape
     k_pad = triton.next_power_of_2(k)
     tile = down_tile(m, k, inner, act.element_size())
-    options = pdl_options(act)
+    options = pdl_options(act) if pdl else {"PDL": False}
     _pair_down_kernel[(m, triton.cdiv(h, tile.rows))](
         act,
         logits,
