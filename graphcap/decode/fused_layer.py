@@ -250,9 +250,7 @@ class FusedLayers:
         self._dense_down(dense, gate_up, hidden)
 
     def _take_gate_up(self, dense: DenseWeights, hidden: torch.Tensor) -> torch.Tensor:
-        return self._pool.take(
-            "gate_up", (hidden.shape[0], dense.gate_up.shape[0]), hidden.dtype
-        )
+        return self._pool.take("gate_up", (hidden.shape[0], dense.gate_up.shape[0]), hidden.dtype)
 
     def _dense_down(self, dense: DenseWeights, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         """Releases `gate_up`."""

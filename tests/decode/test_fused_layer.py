@@ -19,9 +19,13 @@ from graphcap.decode.cache import NULL_BLOCK, PagedCache
 from graphcap.decode.cache_format import CacheFormat
 from graphcap.decode.decoder import Decoder
 from graphcap.decode.kernels import DecodeKernels, decode_kernels
+from graphcap.decode.kernels.triton_fused_attention import AttendTile
+from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
+from graphcap.decode.layer_plan import LayerPlan, default_plan
 from graphcap.decode.step import DecodeStep
 from graphcap.errors import InputError
 from graphcap.moe.kernels import Backend
+from graphcap.moe.kernels.triton_gemm import Tile
 from graphcap.operations import Operation, observed_by
 from graphcap.pool import BufferPool
 from graphcap.settings import Settings
@@ -48,6 +52,20 @@ DENSE = [
     "projections",
 ]
 
+ATTENTION = ["projections", "attend", "projections", "fused_add_rms_norm"]
+APART = [
+    *ATTENTION,
+    "router GEMM",
+    "pair_gate_up",
+    "pair_down",
+    "fused_add_rms_norm",
+    *ATTENTION,
+    "projections",
+    "silu_and_mul",
+    "projections",
+    "fused_add_rms_norm",
+]
+
 
 class Names:
     """Notes the operations of a step and runs them."""
@@ -64,11 +82,16 @@ class Names:
 class Stepping:
     """A step over a cache of its own with three rows, the last of them padding."""
 
-    def __init__(self, weights, kernels: DecodeKernels, schedule: str) -> None:
+    def __init__(
+        self, weights, kernels: DecodeKernels, schedule: str, plan: LayerPlan | None = None
+    ) -> None:
         self.cache = make_cache(weights)
         self.cache.fill_random(3)
         self.pool = BufferPool("cpu")
-        self.step = DecodeStep(weights, self.cache, kernels, self.pool, schedule=schedule)
+        plans = default_plan if plan is None else lambda rows: plan
+        self.step = DecodeStep(
+            weights, self.cache, kernels, self.pool, schedule=schedule, plans=plans
+        )
         tables = torch.stack([self.cache.allocate(24) for _ in POSITIONS])
         self.slots = batch_at(tables, POSITIONS, [5, 6, 7])
         self.slots["block_tables"][-1] = NULL_BLOCK
@@ -80,12 +103,30 @@ class Stepping:
         return {name: tensor[:2].clone() for name, tensor in self.step(self.slots).items()}
 
 
+TILES = {
+    "attend": AttendTile(2, 16, 1),
+    "qkv": DotTile(16, 16, 4, 2, early=True),
+    "output": RowsTile(2, 2, 3, registers=80),
+    "gated_gemm": Tile(16, 16, 4, 2),
+    "down_gemm": Tile(32, 16, 4, 3),
+}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        LayerPlan("fused"),
+        LayerPlan("apart", block=16),
+        LayerPlan("apart", TILES, frozenset(), frozenset({"attend", "router"})),
+        LayerPlan("apart", {}, frozenset({"qkv", "output"})),
+    ],
+)
 @pytest.mark.parametrize("num_experts", [6, 16])
-def test_it_is_the_plain_step(num_experts: int) -> None:
+def test_it_is_the_plain_step(num_experts: int, plan: LayerPlan) -> None:
     """Against the reference kernels, by expert and by pair, biases, a dense layer, a block boundary."""
     weights = draw_weights(num_experts=num_experts, num_layers=2)
     plain = Stepping(weights, KERNELS, "plain")
-    fused = Stepping(weights, TRITON, "fused")
+    fused = Stepping(weights, TRITON, "fused", plan)
     fused.slots = {name: tensor.clone() for name, tensor in plain.slots.items()}
     for _ in range(2):
         expected, seen = plain.run(), fused.run()
@@ -101,9 +142,15 @@ def test_it_is_the_plain_step(num_experts: int) -> None:
         torch.testing.assert_close(ours[1:], theirs[1:], rtol=2e-4, atol=2e-4)
 
 
-def test_six_operations_a_layer_and_the_same_bits_on_a_frozen_poisoned_pool() -> None:
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [("fused", [*PAIRED, *DENSE, "fused_add_rms_norm"]), ("apart", ["rms_norm", *APART])],
+)
+def test_few_operations_a_layer_and_the_same_bits_on_a_frozen_poisoned_pool(
+    layers: str, expected: list[str]
+) -> None:
     weights = draw_weights(num_experts=16, num_layers=2)
-    fused = Stepping(weights, TRITON, "fused")
+    fused = Stepping(weights, TRITON, "fused", LayerPlan(layers))
     start = {name: tensor.clone() for name, tensor in fused.slots.items()}
     first = fused.run()
     fused.pool.freeze()
@@ -116,8 +163,7 @@ def test_six_operations_a_layer_and_the_same_bits_on_a_frozen_poisoned_pool() ->
         again = fused.run()
     assert fused.pool.allocations == before
     assert torch.equal(first["logits"], again["logits"])
-    last = ["fused_add_rms_norm", "projections", "sampling", "advance"]
-    assert seen.names == ["embedding", *PAIRED, *DENSE, *last]
+    assert seen.names == ["embedding", *expected, "projections", "sampling", "advance"]
 
 
 def test_more_rows_run_by_the_plain_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +216,18 @@ def test_the_choices_of_kernels_name_what_is_fused() -> None:
         "attend",
         "output_residual",
         "norm_router",
+        "fused_moe w1",
     }
+
+
+def test_a_plan_names_only_what_exists() -> None:
+    with pytest.raises(InputError, match="layers of a plan: expected one of fused, apart, plain"):
+        LayerPlan("quick")
+    with pytest.raises(InputError, match=r"tiles of a plan: expected names among .*found 'qvk'"):
+        LayerPlan(tiles={"qvk": None})
+    assert default_plan(1).layers == "fused"
+    assert default_plan(8).layers == "apart"
+    assert default_plan(512).layers == "plain"
 
 
 def test_refusals_say_what_was_expected() -> None:

@@ -154,9 +154,7 @@ def fused_layer(
     cache = empty(1000, 16, kv_heads, d, dtype=dtype)
     tables, angles = empty(m, table), empty(4096, d, dtype=dtype)
     slots = (longs, longs, tables, ids)
-    call(
-        decode.attend, qkv, of_head, of_head, angles, *slots, cache, cache, out, 1e-6, 0.1
-    )
+    call(decode.attend, qkv, of_head, of_head, angles, *slots, cache, cache, out, 1e-6, 0.1)
     call(decode.output_residual, out.view(m, -1), empty(h, heads * d, dtype=dtype), None, x)
     logits = empty(m, e, dtype=torch.float32)
     call(decode.norm_router, x, norm, 1e-6, empty(e, h, dtype=dtype), x, logits)

@@ -341,9 +341,7 @@ def _attend_kernel(
         shrink = tl.exp2(top - higher)
         p = tl.exp2(score - higher[:, None])
         weight = weight * shrink + tl.sum(p, 1)
-        total = tl.dot(
-            p.to(value.dtype), value, total * shrink[:, None], input_precision="ieee"
-        )
+        total = tl.dot(p.to(value.dtype), value, total * shrink[:, None], input_precision="ieee")
         top = higher
     tl.store(lse_ptr + at, top + tl.log2(weight), mask=g < GROUP)
     tl.store(partial_at, total / weight[:, None], mask=head_mask)

@@ -261,7 +261,9 @@ def pair_gate_up(
     h, inner = gate_up.shape[2], act.shape[1]
     tile = gate_up_tile(h, hidden.element_size())
     options = pdl_options(hidden) if pdl else {"PDL": False}
-    if pdl_options(hidden)["PDL"]:  # an NVIDIA device, whose multiprocessors then take 32 programs, their most
+    if pdl_options(hidden)[
+        "PDL"
+    ]:  # an NVIDIA device, whose multiprocessors then take 32 programs, their most
         options["maxnreg"] = 64
     _pair_gate_up_kernel[(m * k, 1 + triton.cdiv(inner, tile.rows))](
         hidden,
