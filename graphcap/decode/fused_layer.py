@@ -141,6 +141,7 @@ class FusedLayers:
         row_ids = inputs["slot_mapping"]
         pool.run(kernels.decode.rms_norm, residual, weights.layers[0].input_norm, hidden, eps)
         for index, layer in enumerate(weights.layers):
+            assert isinstance(layer, LayerWeights)  # no hybrid, see `fused_layers`
             qkv = self._take_qkv(hidden)
             pool.run(kernels.qkv, hidden, layer.qkv, layer.qkv_bias, qkv)
             attended = self._attend(index, layer, qkv, inputs)
@@ -171,6 +172,7 @@ class FusedLayers:
         normed = pool.take("normed", (rows, size), hidden.dtype)
         # Programs of norm_qkv read the old stream while others write the new one: they take turns.
         for index, layer in enumerate(weights.layers):
+            assert isinstance(layer, LayerWeights)  # no hybrid, see `fused_layers`
             delta, total = (None, None) if index == 0 else (hidden, other)
             qkv = self._take_qkv(hidden)
             norm = (layer.input_norm, eps)

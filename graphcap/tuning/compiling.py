@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -47,8 +48,12 @@ def compile_all(
     started = time.monotonic()
     jobs = jobs_of(shape, loads)
     count = max(1, min(12, (os.cpu_count() or 1) - 2, len(jobs)))
+    shares: list[list[Job]] = [[] for _ in range(count)]
+    for job in jobs:
+        # One plan for several loads goes to one process: most of its kernels are the same.
+        shares[zlib.crc32(repr(job[2]).encode()) % count].append(job)
     running = []
-    for index in range(count):
+    for share in shares:
         process = subprocess.Popen(
             [sys.executable, "-m", "graphcap.tuning.compiling"],
             stdin=subprocess.PIPE,
@@ -56,7 +61,7 @@ def compile_all(
             stderr=subprocess.PIPE,
         )
         assert process.stdin is not None
-        process.stdin.write(pickle.dumps((shape, device, jobs[index::count])))
+        process.stdin.write(pickle.dumps((shape, device, share)))
         process.stdin.close()
         process.stdin = None
         running.append(process)

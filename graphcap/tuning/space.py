@@ -79,7 +79,9 @@ def knobs(
     if grouped:
         yield "gated_gemm", [_tile("gated_gemm", tile) for tile in GATED]
         yield "down_gemm", [_tile("down_gemm", tile) for tile in GROUPED]
-    routers = list(dict.fromkeys(RowsTile(r, w, min(rows, lanes)) for r, w, lanes in ROUTERS))
+    routers: list[RowsTile | DotTile] = list(
+        dict.fromkeys(RowsTile(r, w, min(rows, lanes)) for r, w, lanes in ROUTERS)
+    )
     if plan.layers == "fused":
         yield "norm_qkv", [_tile("norm_qkv", tile) for tile in WIDE]
         yield "output_residual", [_tile("output_residual", tile) for tile in WIDE]

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 from graphcap.decode.delta_shape import DeltaShape
 from graphcap.decode.kernels import triton as decode
 from graphcap.decode.kernels import triton_hybrid as hybrid
+from graphcap.decode.kernels.triton_fused_linear import DotTile
 from graphcap.moe.kernels import triton as moe
 from graphcap.moe.kernels import triton_pdl
 from graphcap.operations import Operation
@@ -158,6 +159,20 @@ def fused_layer(
     call(decode.output_residual, out.view(m, -1), empty(h, heads * d, dtype=dtype), None, x)
     logits = empty(m, e, dtype=torch.float32)
     call(decode.norm_router, x, norm, 1e-6, empty(e, h, dtype=dtype), x, logits)
+    call(decode.project, x, w, bias, qkv)
+    if h * dtype.itemsize % 128 == 0:
+        call(decode.project, x, w, None, qkv, DotTile(16, 128, 4, 4, early=True))
+    call(decode.fused_add_rms_norm, x, x, norm, 1e-6, True)
+    ids = empty(m, 8)
+    lists = (empty(m * 8 * 16), empty(m * 8), empty(1))
+    call(moe.topk_softmax, logits, longs, empty(m, 8, dtype=torch.float32), ids, True, True)
+    call(moe.align, ids, *lists, e, 16, True)
+    gated = empty(m * 8, h // 4, dtype=dtype)
+    call(decode.gated_gemm, x, empty(e, h // 2, h, dtype=dtype), *lists, gated, 8, 16)
+    pairs = empty(m, 8, h, dtype=dtype)
+    down = empty(e, h, h // 4, dtype=dtype)
+    call(moe.expert_gemm, gated, down, *lists, pairs.view(m * 8, h), 1, 16, None, True)
+    call(moe.merge, pairs, empty(m, 8, dtype=torch.float32), ids, x, True)
 
 
 def hybrid_layers(

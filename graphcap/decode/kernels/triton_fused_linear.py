@@ -13,7 +13,7 @@ is a matrix product that loops over the depth. Both sum in an order that depends
 Annotations are not postponed in this module: Triton reads ``tl.constexpr`` from them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -264,7 +264,7 @@ def launch_linear(
     n = weight.shape[0]
     tile = linear_tile(m, n, c, x.element_size()) if tile is None else tile
     arguments = (x, delta, norm, weight, bias, residual, out, total, normed, eps, m)
-    options = pdl_options(x) if pdl else {"PDL": False}
+    options: dict[str, Any] = pdl_options(x) if pdl else {"PDL": False}
     row_bytes = c * weight.element_size()
     if isinstance(tile, RowsTile):
         if tile.registers and pdl_options(x)["PDL"]:  # an NVIDIA device

@@ -9,7 +9,7 @@ cheap enough to be made again in each of them, which saves the kernels of top-k 
 Tile sizes depend on static shapes only.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -260,7 +260,7 @@ def pair_gate_up(
     m, k = ids.shape
     h, inner = gate_up.shape[2], act.shape[1]
     tile = gate_up_tile(h, hidden.element_size())
-    options = pdl_options(hidden) if pdl else {"PDL": False}
+    options: dict[str, Any] = pdl_options(hidden) if pdl else {"PDL": False}
     if pdl_options(hidden)[
         "PDL"
     ]:  # an NVIDIA device, whose multiprocessors then take 32 programs, their most
