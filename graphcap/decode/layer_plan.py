@@ -35,10 +35,12 @@ TILED = (
     "router",
     "gated_gemm",
     "down_gemm",
+    "pair_gate_up",
+    "pair_down",
 )
 """Kernels whose tile a plan may give."""
 
-CHAINED = (*TILED, "add_norm", "pair_gate_up", "pair_down", "top_k", "align", "merge")
+CHAINED = (*TILED, "add_norm", "top_k", "align", "merge")
 """Kernels that can be launched by programmatic dependent launch."""
 
 

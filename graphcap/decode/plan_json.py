@@ -53,7 +53,8 @@ def _tile(found: Mapping[str, Any]) -> Any:
     from graphcap.decode.kernels.triton_fused_attention import AttendTile
     from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
     from graphcap.moe.kernels.triton_gemm import Tile
+    from graphcap.moe.kernels.triton_pairs import PairTile
 
-    kinds = {kind.__name__: kind for kind in (AttendTile, DotTile, RowsTile, Tile)}
+    kinds = {kind.__name__: kind for kind in (AttendTile, DotTile, PairTile, RowsTile, Tile)}
     fields = dict(found)
     return kinds[fields.pop("tile")](**fields)

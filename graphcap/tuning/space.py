@@ -15,6 +15,7 @@ from graphcap.decode.layer_plan import LayerPlan
 from graphcap.decode.model_shape import ModelShape
 from graphcap.moe.experts import few_pairs
 from graphcap.moe.kernels.triton_gemm import Tile
+from graphcap.moe.kernels.triton_pairs import PairTile
 
 Change = Callable[[LayerPlan], LayerPlan]
 """Turns the best plan so far into one that is to be tried."""
@@ -36,7 +37,23 @@ PROJECTIONS = (
     DotTile(32, 128, 4, 5, True),
     DotTile(32, 256, 8, 3, True),
 )
-ROUTERS = ((4, 4, 8), (4, 4, 99), (8, 4, 8), (8, 4, 99), (4, 2, 8), (2, 4, 4))
+PAIR_GATE_UPS = (
+    PairTile(1, 2048, 80),
+    PairTile(1, 2048),
+    PairTile(1, 1024, 64),
+    PairTile(2, 1024, 64),
+    PairTile(2, 1024, 96),
+    PairTile(2, 2048, 128),
+)
+PAIR_DOWNS = (
+    PairTile(1, 512),
+    PairTile(1, 512, 96),
+    PairTile(2, 512),
+    PairTile(2, 512, 128),
+    PairTile(2, 256),
+    PairTile(4, 256),
+)
+ROUTERS = ((4, 4, 8), (4, 4, 16), (4, 4, 99), (8, 4, 8), (8, 4, 99), (4, 2, 8), (2, 4, 4))
 GROUPED = (
     Tile(64, 128, 4, 4),
     Tile(64, 128, 4, 3),
@@ -79,6 +96,9 @@ def knobs(
     if grouped:
         yield "gated_gemm", [_tile("gated_gemm", tile) for tile in GATED]
         yield "down_gemm", [_tile("down_gemm", tile) for tile in GROUPED]
+    else:
+        yield "pair_gate_up", [_tile("pair_gate_up", tile) for tile in PAIR_GATE_UPS]
+        yield "pair_down", [_tile("pair_down", tile) for tile in PAIR_DOWNS]
     routers: list[RowsTile | DotTile] = list(
         dict.fromkeys(RowsTile(r, w, min(rows, lanes)) for r, w, lanes in ROUTERS)
     )

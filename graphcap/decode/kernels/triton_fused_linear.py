@@ -24,10 +24,12 @@ from graphcap.moe.kernels.triton_pdl import let_next_start, pdl_options, wait_fo
 from graphcap.operations import operation
 
 ROWS_MAX = 2
-"""Up to this many tokens a wide projection is taken by row. Not measured yet: see bench/fused_layer.py."""
+"""Up to this many tokens a wide projection is taken by row (H200: 2 tokens, 6.7 µs, by
+tile 12.6)."""
 
-FEW_OUTPUTS = 4096
-"""Up to this many outputs, M*N, a narrow projection (a router) is taken by row, each token by itself."""
+NARROW_ROWS = 64
+"""Up to this many tokens a narrow projection (a router) is taken by row: it has too few tiles to read its
+weights at speed (H200, 256 experts, 8 tokens: 2.4 µs by row, 7.5 by tile)."""
 
 
 class RowsTile(NamedTuple):
@@ -61,10 +63,10 @@ Tile = RowsTile | DotTile
 def linear_tile(m: int, n: int, c: int, itemsize: int) -> Tile:
     """The tile for x (m, c) @ weight (n, c).T; it depends on static shapes only."""
     narrow = n <= 512
-    if m <= ROWS_MAX or (narrow and m * n <= FEW_OUTPUTS):
+    if m <= ROWS_MAX or (narrow and m <= NARROW_ROWS):
         # 16 KiB of weights: registers of 128 threads hold them beside the row.
-        rows = max(1, min(2 if narrow else 4, 16384 // (itemsize * triton.next_power_of_2(c))))
-        return RowsTile(rows, 4, m if narrow else 1)
+        rows = max(1, min(4, 16384 // (itemsize * triton.next_power_of_2(c))))
+        return RowsTile(rows, 4, min(m, 8) if narrow else 1)
     if itemsize > 2:
         return DotTile(16, _reach(c, 64), 4, 2)
     return DotTile(16, _reach(c, 256 if m <= 32 else 128), 4, 4)
