@@ -76,6 +76,12 @@ def add_to(commands: Any) -> None:
         help="tokens that one call decodes, in one graph launch where driver and torch allow (default 1)",
     )
     parser.add_argument("--recorder", choices=("auto", "cuda", "tape"))
+    parser.add_argument(
+        "--schedule",
+        choices=("plain", "fused"),
+        default="plain",
+        help="how layers run: operation by operation, or by fused Triton kernels (default plain)",
+    )
     parser.add_argument("--buckets", metavar="1,2,4", help="bucket sizes (default: auto)")
     parser.add_argument("--seed", type=seed, default=0, metavar="N")
     parser.add_argument(
@@ -92,6 +98,7 @@ def run(options: argparse.Namespace) -> int:
     from graphcap.cli.timelines import timelines
     from graphcap.decode.cache import PagedCache
     from graphcap.decode.decoder import Decoder, EagerDecoder
+    from graphcap.decode.fused_layer import check_schedule
     from graphcap.decode.kernels import decode_kernels
     from graphcap.moe.kernels import choose_backend
     from graphcap.moe.ranges import nvtx_ranges
@@ -104,6 +111,8 @@ def run(options: argparse.Namespace) -> int:
     settings = settings_with(recorder=options.recorder, buckets=options.buckets)
     device = default_device()
     backend = choose_backend(settings.kernels, device)
+    kernels = decode_kernels(backend)
+    check_schedule(options.schedule, kernels)
     shape = chosen_shape(options)
     prompts = _prompts(options, shape.vocab_size)
     longest = max(map(len, prompts)) + options.tokens
@@ -116,7 +125,6 @@ def run(options: argparse.Namespace) -> int:
     room = longest + max(0, _COUNTED - options.tokens)
     weights = _weights(options, device)
     _share_cores(weights)
-    kernels = decode_kernels(backend)
     sequences = max(options.max_batch, len(prompts))
 
     eager = EagerDecoder(
@@ -131,6 +139,7 @@ def run(options: argparse.Namespace) -> int:
         ),
         kernels,
         nvtx_ranges(settings),
+        options.schedule,
     )
     with progress_bar("decoding eagerly"):
         eager.decode(prompts, 2)  # compiles kernels, fills caches
@@ -141,6 +150,7 @@ def run(options: argparse.Namespace) -> int:
         max_context=room,
         num_sequences=sequences,
         settings=settings,
+        schedule=options.schedule,
         tokens_per_launch=options.tokens_per_launch,
     )
     try:
@@ -167,6 +177,7 @@ def run(options: argparse.Namespace) -> int:
             "dtype": str(weights.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "recorder": decoder.manager.recorder.name,
+            "schedule": options.schedule,
             "kernels": {
                 "backend": backend.name,
                 "why": backend.why,
