@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_step import DEVICE, machine
+from machine import machine
 
 from graphcap.decode.kernels import DecodeKernels, decode_kernels
 from graphcap.decode.layer_plan import LayerPlan, default_plan
@@ -59,6 +59,9 @@ class Report:
     def save(self) -> None:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps(self.found, indent=1) + "\n")
+
+
+DEVICE = torch.device("cuda:0")
 
 
 def main() -> None:
