@@ -31,7 +31,7 @@ _NAMES = {
     "full": "vLLM, FULL, not compiled",
     "eager": "vLLM, eager",
     "tape": "**graphcap**, `--enforce-eager`, `GRAPHCAP_RECORDER=tape`",
-    "tape-vllm": "the same, `GRAPHCAP_KERNELS=vllm`",
+    "tape-vllm": "**graphcap**, `--enforce-eager`, `GRAPHCAP_RECORDER=tape`, `GRAPHCAP_KERNELS=vllm`",
 }
 
 
@@ -80,7 +80,8 @@ def vllm_table(result: dict[str, Any], name: str) -> str:
     lines = [
         f"Shape `{result['shape']}`, vLLM {machine['vllm']}, {cards} ({_driver(machine)}torch "
         f"{machine['torch']}, Triton {machine['triton']}), commit `{machine['commit']}`, from "
-        f"`bench/results/{name}`. Milliseconds a token (tokens a second), medians of pairs:",
+        f"`bench/results/{name}`. Milliseconds a token (tokens a second), medians of "
+        "pairs (eager: one pair):",
         "",
     ]
     columns = {"mode": [_NAMES[mode["mode"]] for mode in found]}

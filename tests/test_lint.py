@@ -14,10 +14,12 @@ from toy import custom_op
 
 from graphcap.errors import InputError
 from graphcap.inputs import Slot, StaticInputs
+from graphcap.lint import stand_ins
 from graphcap.lint.finding import BREAKS, INFORMATION, WEAKENS, Finding, LintReport
 from graphcap.lint.run import batch_sizes, lint_step
 from graphcap.operations import operation
 from graphcap.pool import BufferPool
+from graphcap.recorders.triton_launches import triton_is_recorded
 
 X = {"x": torch.ones(4, 4)}
 
@@ -330,7 +332,10 @@ def test_an_operator_without_any_kernel_ends_the_lint():
     assert report.exit_code(strict=False) == 2
 
 
-def test_a_triton_launch_breaks_the_tape():
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_triton_launch_breaks_the_tape_where_triton_is_too_old(
+    recorded: bool, monkeypatch: pytest.MonkeyPatch
+):
     triton = pytest.importorskip("triton")
     jit = pytest.importorskip("triton.runtime.jit")
     if not hasattr(jit.JITFunction, "run"):
@@ -339,11 +344,14 @@ def test_a_triton_launch_breaks_the_tape():
     def kernel(pointer: Any) -> None:
         pass
 
+    monkeypatch.setattr(stand_ins, "triton_is_recorded", lambda: recorded)
     launched = jit.JITFunction.__new__(jit.JITFunction)
     launched.__name__ = "kernel"
     report = lint_of(lambda x: jit.JITFunction.run(launched, x, grid=(1,), warmup=False))
-    found = only(of(report, BREAKS))
-    assert (found.what, found.recorders) == ("the Triton kernel 'kernel'", ("tape",))
+    found = only(of(report, INFORMATION if recorded else BREAKS))
+    assert found.what == "the Triton kernel 'kernel'"
+    assert found.recorders == (() if recorded else ("tape",))
+    assert ("the tape records it" in found.why) == recorded
     assert triton is not None
 
 
@@ -367,8 +375,9 @@ def test_a_triton_kernel_in_the_interpreter_runs_and_is_noted(monkeypatch: pytes
         return {"y": y}
 
     report = lint_step(step, {"x": torch.ones(4, 4)}, batches=[4])
-    found = only(of(report, BREAKS))
-    assert (found.kind, found.recorders) == ("custom operator", ("tape",))
+    found = only([f for f in report.findings if f.kind == "custom operator"])
+    assert found.severity == (INFORMATION if triton_is_recorded() else BREAKS)
+    assert found.recorders == (() if triton_is_recorded() else ("tape",))
     assert seen[-1].flatten().tolist() == [2.0, *[1.0] * 15]
 
 

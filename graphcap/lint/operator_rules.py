@@ -8,9 +8,7 @@ import torch
 
 from graphcap.lint.finding import CUDA, RECORDERS, Notes
 from graphcap.lint.host_memory import HOST_COPY, MAKE_BEFORE, HostMemory
-
-COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
-"""Namespaces of the operators of torch.distributed."""
+from graphcap.recorders.guard import COLLECTIVES
 
 _SYNCHRONISES_INSIDE = frozenset({"_linalg_check_errors"})
 """Operations that wait for the device inside, and tell torch nothing of it."""

@@ -16,13 +16,10 @@ from graphcap.lint.host_memory import (
     device_named,
     is_host_name,
 )
-from graphcap.recorders.host_reads import HostReadGuard
+from graphcap.recorders.host_reads import ITEMS, SET_DATA, HostReadGuard
 
 if TYPE_CHECKING:
     from graphcap.lint.trace import LintTrace
-
-_ITEMS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Refusal(Exception):
@@ -53,7 +50,7 @@ class NotingHostReads(HostReadGuard):
             try:
                 result = super().__torch_function__(func, types, args, keywords)
             except Refusal as refusal:  # of the guard, which had not run `func` yet
-                kind = "rebinding" if func == _SET_DATA else "host read"
+                kind = "rebinding" if func == SET_DATA else "host read"
                 trace.note_refusal(refusal, kind, RECORDERS)
                 with trace.inside():
                     result = func(*args, **keywords)
@@ -79,7 +76,7 @@ class NotingHostReads(HostReadGuard):
                 severity=WEAKENS,
             )
             return False
-        if func in _ITEMS and len(args) > 1 and _holds_values(args[1]):
+        if func in ITEMS and len(args) > 1 and _holds_values(args[1]):
             self._note("indexing with a Python list", HOST_COPY, MAKE_BEFORE)
             return False
         named = device_named(func, args, kwargs)

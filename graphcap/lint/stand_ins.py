@@ -11,6 +11,7 @@ import torch
 
 from graphcap.lint.finding import CUDA, TAPE, WEAKENS, Notes
 from graphcap.lint.streams import Capture, Event, Stream
+from graphcap.recorders.triton_launches import triton_is_recorded
 
 _SKIPPED = frozenset({"torch", "triton"})
 """Packages whose own references to what is replaced stay as they are."""
@@ -184,13 +185,17 @@ class CudaStandIns:
             if notes is not None and not getattr(trace, "is_inside", False):
                 self._capture.launch()
                 skipped = "; lint did not run it" if original is None else ""
+                recorded = triton_is_recorded()
+                tape = "the tape records it" if recorded else "a tape cannot see its arguments"
                 notes.note(
                     "custom operator",
                     f"the Triton kernel {getattr(kernel, '__name__', '?')!r}",
-                    f"a tape cannot see its arguments (a CUDA graph captures it){skipped}",
-                    "wrap the launch with graphcap.operations.operation, or register it with "
-                    "torch.library",
-                    breaks=(TAPE,),
+                    f"{tape}, a CUDA graph captures it{skipped}",
+                    "nothing to do for capture"
+                    if recorded
+                    else "take Triton 3.5, wrap the launch with graphcap.operations.operation, or "
+                    "register it with torch.library",
+                    breaks=() if recorded else (TAPE,),
                 )
             if original is None:
                 return None

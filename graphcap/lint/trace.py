@@ -12,7 +12,6 @@ import torch
 from graphcap.lint.finding import CUDA, RECORDERS, TAPE, WEAKENS, Notes
 from graphcap.lint.host_memory import FROM_VALUES, HostMemory
 from graphcap.lint.operator_rules import (
-    COLLECTIVES,
     note_collective,
     note_draw,
     note_host_copy,
@@ -23,7 +22,7 @@ from graphcap.lint.python_calls import NotingHostReads, Refusal
 from graphcap.lint.signature import signature_of
 from graphcap.lint.stand_ins import CudaStandIns
 from graphcap.operations import Operation, observed_by
-from graphcap.recorders.guard import StepGuard
+from graphcap.recorders.guard import COLLECTIVES, StepGuard
 from graphcap.recorders.out_variants import out_call
 from graphcap.recorders.tape import storage_key, tensors_in, written_by
 

@@ -37,7 +37,8 @@ _CURES = {
 _SPOKEN = {"_local_scalar_dense": ".item() (or bool(), int(), float() of a tensor)"}
 
 _MASKS = (torch.bool, torch.uint8)
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+"""Namespaces of the operators of torch.distributed."""
 _METADATA = frozenset({"is_same_size", "is_pinned", "promote_types", "result_type", "can_cast"})
 """Return no tensor, but read none either."""
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -162,7 +163,7 @@ class StepGuard(TorchDispatchMode):
                 "its result's shape or value has to be read by the host",
                 _CURES.get(packet, _FIXED_SHAPE),
             )
-        if func.namespace in _COLLECTIVES and self.replays_live:
+        if func.namespace in COLLECTIVES and self.replays_live:
             raise self.refusal(
                 str(func),
                 "a tape cannot wait for a collective",

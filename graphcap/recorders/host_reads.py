@@ -24,9 +24,9 @@ _HOST_READS: Mapping[Any, str] = {
     torch.Tensor.map_: ".map_()",
 }
 _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
-_ITEMS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+ITEMS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _SPLITS = (torch.tensor_split, torch.Tensor.tensor_split)
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class HostReadGuard(TorchFunctionMode):
@@ -48,7 +48,7 @@ class HostReadGuard(TorchFunctionMode):
                 what = "DLPack export"
             if what is not None:
                 raise self._guard.refusal(what, "it copies a tensor to the host", KEEP_ON_DEVICE)
-            if func in _ITEMS and len(args) > 1 and _lists_tensors(args[1], inside=False):
+            if func in ITEMS and len(args) > 1 and _lists_tensors(args[1], inside=False):
                 raise self._guard.refusal(
                     "indexing with a list of tensors",
                     "it reads their values on the host",
@@ -60,7 +60,7 @@ class HostReadGuard(TorchFunctionMode):
                     "it reads them on the host",
                     "split at fixed positions",
                 )
-            if func == _SET_DATA:  # a new object at each look
+            if func == SET_DATA:  # a new object at each look
                 raise self._guard.refusal(
                     "assigning to .data",
                     "it moves a tensor to another address",

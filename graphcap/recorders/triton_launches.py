@@ -88,7 +88,7 @@ _watchers = 0
 
 def _compiled_kernel() -> Any:
     """Triton's class, whose `run` is a property that gives the launcher; None: this Triton has another
-    way (before 3.4), or was not imported, and cannot launch."""
+    way (before 3.5), or was not imported, and cannot launch."""
     if "triton" not in sys.modules:
         return None
     try:
@@ -96,6 +96,11 @@ def _compiled_kernel() -> Any:
     except ImportError:
         return None
     return CompiledKernel if isinstance(vars(CompiledKernel).get("run"), property) else None
+
+
+def triton_is_recorded() -> bool:
+    """Whether a tape on a GPU records the launches of the Triton that was imported here."""
+    return _compiled_kernel() is not None
 
 
 def launches_can_be_seen(device: torch.device) -> bool:

@@ -280,6 +280,28 @@ def test_triton_is_as_it_was_afterwards(kernel: HostKernel) -> None:
     assert vars(HostKernel)["run"] is before
 
 
-def test_without_that_way_of_triton_a_launch_is_refused() -> None:
-    """An old Triton, or its interpreter: see test_tape for the refusal itself."""
+class OldKernel:
+    """Finds its launcher as Triton before 3.5 does."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(name)
+
+
+def test_without_that_way_of_triton_nothing_is_said_to_be_seen(monkeypatch: Any) -> None:
+    """The refusal that the tape falls back to is tested in test_tape.py."""
+    compiler = pytest.importorskip("triton.compiler.compiler")
+    knobs = pytest.importorskip("triton.knobs")
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    monkeypatch.setattr(compiler, "CompiledKernel", HostKernel)
+    assert triton_launches.triton_is_recorded()
+    assert triton_launches.launches_can_be_seen(cuda)
     assert not triton_launches.launches_can_be_seen(CPU)
+    monkeypatch.setattr(knobs.runtime, "interpret", True)
+    assert not triton_launches.launches_can_be_seen(cuda)
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    monkeypatch.setattr(compiler, "CompiledKernel", OldKernel)
+    assert not triton_launches.triton_is_recorded()
+    assert not triton_launches.launches_can_be_seen(cuda)
+    with pytest.raises(RuntimeError, match="CompiledKernel"), triton_launches_given_to(print):
+        raise AssertionError("entered")

@@ -19,7 +19,7 @@ from graphcap.buckets import BucketLadder
 from graphcap.errors import StaleRecordingError, anchor_in
 from graphcap.explain import warn
 from graphcap.hosts.vllm.choice import Choice
-from graphcap.hosts.vllm.experts import PooledExperts
+from graphcap.hosts.vllm.experts import PooledExperts, not_shown
 from graphcap.hosts.vllm.inputs import EngineInputs
 from graphcap.hosts.vllm.ranks import agreed, alone, common_recorder, no_vote_on_error
 from graphcap.hosts.vllm.reporting import Reporter
@@ -69,14 +69,15 @@ class EngineCapture:
         self.choice = choice
         self.settings = settings
         self.pool = BufferPool(device)
-        self.experts = PooledExperts(self.pool, settings, device)
+        self._recorder = common_recorder(settings.recorder, device)
+        self._hybrid = bool(getattr(vllm_config.model_config, "is_hybrid", False))
+        why_not = not_shown(self._hybrid, self._recorder.name, settings, device)
+        self.experts = PooledExperts(self.pool, settings, device, why_not)
         self.reporter = Reporter(choice, settings, vllm_config)
         self.failed: str | None = None
         self._watched_kinds: set[str] = set()
         self._model = model
         self._layers = vllm_config.compilation_config.static_forward_context
-        self._recorder = common_recorder(settings.recorder, device)
-        self._hybrid = bool(getattr(vllm_config.model_config, "is_hybrid", False))
         text = vllm_config.model_config.hf_text_config
         limits = (int(text.vocab_size), int(vllm_config.model_config.max_model_len))
         self.managers: dict[str, CaptureManager] = {}

@@ -11,7 +11,7 @@ import torch
 from ixformer_standin import MOE_OPERATIONS, installed
 
 from graphcap.hosts.vllm.choice import Choice
-from graphcap.hosts.vllm.experts import PooledExperts
+from graphcap.hosts.vllm.experts import PooledExperts, not_shown
 from graphcap.hosts.vllm.reporting import Reporter
 from graphcap.moe.kernels import Backend, expert_kernels
 from graphcap.pool import BufferPool
@@ -51,6 +51,22 @@ def pooled(**changes: Any) -> PooledExperts:
     with installed("newer", **changes):
         experts.kernels = expert_kernels(Backend("ixformer", "test"))
     return experts
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("recorder", ["cuda", "tape"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+def test_only_experts_of_a_hybrid_on_the_tape_of_a_gpu_stay_vllms(
+    hybrid: bool, recorder: str, device: str, kernels: str
+) -> None:
+    why = not_shown(hybrid, recorder, Settings(kernels=kernels), torch.device(device))
+    if (hybrid, recorder, device, kernels) == (True, "tape", "cuda", "auto"):
+        assert why is not None
+        experts = PooledExperts(BufferPool(CPU), Settings(kernels="reference"), CPU, why)
+        assert (experts.kernels, experts.why) == (None, why)
+    else:
+        assert why is None
 
 
 def test_operations_that_ixformer_lacks_are_told_with_the_reason(told: Any) -> None:
