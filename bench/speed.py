@@ -157,8 +157,6 @@ class Run:
     def decoder(
         self, schedule: str, batches: Sequence[int], context: int, at_once: int = 1
     ) -> Decoder:
-        # The plain schedule is the default, also of a Decoder that knows no other.
-        chosen: dict[str, Any] = {} if schedule == "plain" else {"schedule": schedule}
         decoder = Decoder(
             self.weights,
             self.kernels,
@@ -167,7 +165,7 @@ class Run:
             ladder=BucketLadder(batches),
             settings=Settings(recorder="cuda" if self.cuda else "tape"),
             tokens_per_launch=at_once,
-            **chosen,
+            schedule=schedule,
         )
         decoder.cache.fill_random(1)  # also what verification attends to
         report = decoder.manager.capture()

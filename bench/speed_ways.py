@@ -115,7 +115,7 @@ def graphcap_way(name: str, decoder: Decoder, load: Load, schedule: str) -> Way:
 
 def eager_way(weights: ModelWeights, kernels: DecodeKernels, load: Load) -> Way:
     """graphcap's own step, run from Python, in the same cache."""
-    eager = EagerDecoder(weights, load.cache, kernels)
+    eager = EagerDecoder(weights, load.cache, kernels, schedule="plain")
 
     def start() -> None:
         eager.load(load.batch)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -38,7 +39,8 @@ logger = logging.getLogger(__name__)
 Step = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """All that a model owes. Gets the slots (bucket rows each) and ``num_rows``; may write into slots in
 place; returns tensors whose first dimension is the batch. May have an attribute ``kernel_choices``, a
-tuple of `graphcap.operations.KernelChoice` for the report."""
+tuple of `graphcap.operations.KernelChoice` for the report, and a method ``bucket_choice(rows)``, whose
+result's text says there how it runs a bucket and why."""
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, of how many, what comes next) while capture() works."""
@@ -405,10 +407,12 @@ class CaptureLife:
     def _reported(self, seconds: float) -> CaptureReport:
         captured = self._captured
         largest = max(captured.recordings, default=None)
+        choice = getattr(self.step, "bucket_choice", lambda size: "")
+        reports = (captured.reports[size] for size in sorted(captured.reports))
         return CaptureReport(
             recorder=self.recorder.name,
             device=_device_name(self.inputs.device),
-            buckets=tuple(captured.reports[size] for size in sorted(captured.reports)),
+            buckets=tuple(replace(each, choice=str(choice(each.size))) for each in reports),
             failures=captured.failures_text(),
             pool_bytes=self.pool.nbytes,
             pool_lower_bound_bytes=self.pool.plan.lower_bound,

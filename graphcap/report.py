@@ -32,6 +32,7 @@ class BucketReport:
         replay_ms: least time of a few replays of a full batch, measured after verification, the
             device's where it has events; None: not measured. Sequences were as short as those of a
             batch made for verification or capture.
+        choice: how the step runs this bucket and why, of a step that says so.
     """
 
     size: int
@@ -41,6 +42,7 @@ class BucketReport:
     capture_ms: float
     largest_difference: float | None = None
     replay_ms: float | None = None
+    choice: str = ""
 
 
 @dataclass(frozen=True)

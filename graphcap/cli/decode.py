@@ -78,9 +78,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--recorder", choices=("auto", "cuda", "tape"))
     parser.add_argument(
         "--schedule",
-        choices=("plain", "fused"),
-        default="plain",
-        help="how layers run: operation by operation, or by fused Triton kernels (default plain)",
+        choices=("auto", "fused", "plain"),
+        default="auto",
+        help="how layers run: plain, operation by operation; fused, by fused Triton kernels; auto, each "
+        "bucket as was measured by graphcap tune or for a packaged table, else by rule (default auto)",
     )
     parser.add_argument("--buckets", metavar="1,2,4", help="bucket sizes (default: auto)")
     parser.add_argument("--seed", type=seed, default=0, metavar="N")
@@ -98,8 +99,8 @@ def run(options: argparse.Namespace) -> int:
     from graphcap.cli.timelines import timelines
     from graphcap.decode.cache import PagedCache
     from graphcap.decode.decoder import Decoder, EagerDecoder
-    from graphcap.decode.fused_layer import check_schedule
     from graphcap.decode.kernels import decode_kernels
+    from graphcap.decode.schedule import check_schedule
     from graphcap.moe.kernels import choose_backend
     from graphcap.moe.ranges import nvtx_ranges
     from graphcap.report import versions
@@ -140,6 +141,7 @@ def run(options: argparse.Namespace) -> int:
         kernels,
         nvtx_ranges(settings),
         options.schedule,
+        settings.tune_cache,
     )
     with progress_bar("decoding eagerly"):
         eager.decode(prompts, 2)  # compiles kernels, fills caches
@@ -370,12 +372,21 @@ def _buckets(decoder: Decoder, served: ManagerStats) -> list[dict[str, Any]]:
             "mib": bucket.nbytes / 2**20,
             "capture_ms": bucket.capture_ms,
             "replay_ms": bucket.replay_ms,
+            "schedule": _schedule(decoder, bucket.size),
             "replays": counts[bucket.size].replays,
             "padding_rows": counts[bucket.size].padding_rows,
             "largest_difference": bucket.largest_difference,
         }
         for bucket in decoder.manager.report.buckets
     ]
+
+
+def _schedule(decoder: Decoder, size: int) -> dict[str, Any]:
+    """How the layers of a bucket run, and why."""
+    from graphcap.decode.plan_json import plan_to_json
+
+    choice = decoder.step.bucket_choice(size)
+    return {"source": choice.source, "why": choice.why, "plan": plan_to_json(choice.plan)}
 
 
 def _census(decoder: Decoder, batch: int) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -144,10 +145,13 @@ class EagerDecoder:
         cache: PagedCache,
         kernels: DecodeKernels,
         ranges: Ranges | None = None,
-        schedule: str = "plain",
+        schedule: str = "auto",
+        tune_cache: Path | None = None,
     ) -> None:
         self.pool = BufferPool(weights.device)
-        self.step = DecodeStep(weights, cache, kernels, self.pool, ranges, schedule)
+        self.step = DecodeStep(
+            weights, cache, kernels, self.pool, ranges, schedule, tune_cache=tune_cache
+        )
         self.cache = cache
         self.slots: dict[str, torch.Tensor] = {}
 
@@ -208,7 +212,7 @@ class Decoder:
         block_size: int = 16,
         ladder: BucketLadder | None = None,
         settings: Settings | None = None,
-        schedule: str = "plain",
+        schedule: str = "auto",
         tokens_per_launch: int = 1,
         eos: Sequence[int] = (),
     ) -> None:
@@ -230,7 +234,13 @@ class Decoder:
         self.pool = BufferPool(weights.device)
         settings = Settings.from_env() if settings is None else settings
         self.step = DecodeStep(
-            weights, self.cache, kernels, self.pool, nvtx_ranges(settings), schedule
+            weights,
+            self.cache,
+            kernels,
+            self.pool,
+            nvtx_ranges(settings),
+            schedule,
+            tune_cache=settings.tune_cache,
         )
         self.inputs = StaticInputs(
             max_batch,

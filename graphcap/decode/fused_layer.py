@@ -16,68 +16,33 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from graphcap.decode.cache import PagedCache
-from graphcap.decode.cache_format import CacheFormat
 from graphcap.decode.kernels import DecodeKernels
-from graphcap.decode.layer_plan import LayerPlan, PlannedKernels, default_plan, planned
+from graphcap.decode.layer_plan import LayerPlan, PlannedKernels, planned
+from graphcap.decode.schedule import Schedule
 from graphcap.decode.weights import DenseWeights, LayerWeights, ModelWeights
-from graphcap.errors import InputError
 from graphcap.moe.experts import RoutedExperts
 from graphcap.moe.kernels import ExpertKernels
 from graphcap.pool import BufferPool
-
-SCHEDULES = ("plain", "fused")
-
-Plans = Callable[[int], LayerPlan]
-"""The plan of a bucket of so many rows."""
 
 MakeExperts = Callable[[ExpertKernels], Sequence[RoutedExperts | None]]
 """The experts of every layer on kernels of one's choice; None where a layer is dense."""
 
 
-def check_schedule(schedule: str, kernels: DecodeKernels) -> None:
-    """Raises InputError where there is no such schedule, or `kernels` cannot run it."""
-    if schedule not in SCHEDULES:
-        raise InputError(f"schedule: expected one of {', '.join(SCHEDULES)}, found {schedule!r}")
-    if schedule == "fused" and kernels.fused is None:
-        raise InputError(
-            f"schedule 'fused': the {kernels.experts.name} kernels have no fused layer; use the "
-            f"triton kernels, or schedule 'plain'"
-        )
-
-
 def fused_layers(
-    schedule: str,
+    schedule: Schedule,
     weights: ModelWeights,
     cache: PagedCache,
     kernels: DecodeKernels,
     pool: BufferPool,
     make_experts: MakeExperts,
     cos_sin: torch.Tensor,
-    plans: Plans = default_plan,
 ) -> Callable[[int], FusedLayers | None]:
-    """What `schedule` asks for: the layers of a bucket; None where it runs by the plain schedule.
-
-    Raises:
-        InputError: there is no such schedule, or it cannot run these kernels, model or cache.
-    """
-    check_schedule(schedule, kernels)
-    if schedule == "plain":
-        return lambda rows: None
-    if weights.shape.is_hybrid:
-        raise InputError(
-            f"schedule 'fused': expected a model whose layers all have full attention without an output "
-            f"gate, found {weights.shape.name}, a hybrid; use schedule 'plain'"
-        )
-    if cache.format != CacheFormat():
-        raise InputError(
-            f"schedule 'fused': expected a cache of format {CacheFormat()}, found {cache.format}; use "
-            f"schedule 'plain'"
-        )
+    """What `schedule` chooses: the layers of a bucket; None where it runs by the plain schedule."""
     made: dict[int, FusedLayers | None] = {}
 
     def layers_of(rows: int) -> FusedLayers | None:
         if rows not in made:
-            plan = plans(rows)
+            plan = schedule.choice(rows).plan
             made[rows] = None
             if plan.layers != "plain":
                 own = planned(kernels, plan)

@@ -37,13 +37,16 @@ def plan_from_json(found: Mapping[str, Any]) -> LayerPlan:
         raise InputError(
             f"layer plan: expected fields among {', '.join(sorted(known))}, found {unknown[0]!r}"
         )
+    block = found.get("block")
+    if block is not None and (not isinstance(block, int) or block not in (16, 32, 64, 128)):
+        raise InputError(f"layer plan: expected a block of 16, 32, 64 or 128 rows, found {block!r}")
     try:
         return LayerPlan(
             found.get("layers", "fused"),
             {name: _tile(tile) for name, tile in found.get("tiles", {}).items()},
             frozenset(found.get("blas", ())),
             frozenset(found.get("without_pdl", ())),
-            found.get("block"),
+            block,
         )
     except (TypeError, AttributeError, KeyError) as error:
         raise InputError(f"layer plan: expected what graphcap tune writes: {error}") from error
@@ -57,4 +60,8 @@ def _tile(found: Mapping[str, Any]) -> Any:
 
     kinds = {kind.__name__: kind for kind in (AttendTile, DotTile, PairTile, RowsTile, Tile)}
     fields = dict(found)
-    return kinds[fields.pop("tile")](**fields)
+    tile = kinds[fields.pop("tile")](**fields)
+    for name, value in tile._asdict().items():
+        if not isinstance(value, int) or value < 0:  # also a switch, which is an int
+            raise TypeError(f"{name} of a tile is a count, found {value!r}")
+    return tile

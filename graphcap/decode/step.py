@@ -8,15 +8,16 @@ consecutive tokens need nothing from the host but one launch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.delta_net import DeltaNet
-from graphcap.decode.fused_layer import Plans, fused_layers
+from graphcap.decode.fused_layer import fused_layers
 from graphcap.decode.kernels import DecodeKernels
-from graphcap.decode.layer_plan import default_plan
 from graphcap.decode.rotary import rotary_table
+from graphcap.decode.schedule import PlanChoice, Plans, Schedule
 from graphcap.decode.shared_expert import SharedExpert
 from graphcap.decode.weights import (
     DeltaLayerWeights,
@@ -70,8 +71,11 @@ class DecodeStep:
         kernels: the kernel backend.
         pool: where every intermediate comes from.
         ranges: marks the parts of MoE layers for a profiler; None: nothing is called.
-        schedule: how layers run: "plain", operation by operation, or "fused" (see `fused_layer`).
-        plans: of the fused schedule: the plan of a bucket.
+        schedule: how layers run: "plain", operation by operation; "fused" (see `fused_layer`), each
+            bucket by `plans`; or "auto", each by what was measured for it, here or for a packaged
+            table, else by rule (see `schedule`).
+        plans: of the fused schedule: the plan of a bucket; None: `default_plan`.
+        tune_cache: the folder of plans tuned here; None: see `cache_folder`.
 
     Raises:
         InputError: the cache is not of the kernels' format, or the kernels cannot run a hybrid, or the
@@ -85,8 +89,9 @@ class DecodeStep:
         kernels: DecodeKernels,
         pool: BufferPool,
         ranges: Ranges | None = None,
-        schedule: str = "plain",
-        plans: Plans = default_plan,
+        schedule: str = "auto",
+        plans: Plans | None = None,
+        tune_cache: Path | None = None,
     ) -> None:
         shape = weights.shape
         if cache.format != kernels.cache_format:
@@ -135,11 +140,16 @@ class DecodeStep:
         ]
         self._ranges = ranges
         self._experts = self._make_experts(kernels.experts)
+        self._schedule = Schedule(schedule, weights, cache, kernels, plans, tune_cache)
         self._fused = fused_layers(
-            schedule, weights, cache, kernels, pool, self._make_experts, self.cos_sin, plans
+            self._schedule, weights, cache, kernels, pool, self._make_experts, self.cos_sin
         )
-        if schedule == "fused":
+        if self._schedule.may_fuse:
             self.kernel_choices += kernel_choices(kernels.fused, {})
+
+    def bucket_choice(self, rows: int) -> PlanChoice:
+        """By which plan a bucket of `rows` runs, and why."""
+        return self._schedule.choice(rows)
 
     def _make_experts(self, kernels: ExpertKernels) -> list[RoutedExperts | None]:
         """The experts of every layer; None where it is dense."""

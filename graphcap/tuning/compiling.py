@@ -39,7 +39,11 @@ def jobs_of(shape: ModelShape, loads: Sequence[tuple[int, int]]) -> list[Job]:
 
 
 def compile_all(
-    shape: ModelShape, device: str, loads: Sequence[tuple[int, int]], seconds: float
+    shape: ModelShape,
+    device: str,
+    loads: Sequence[tuple[int, int]],
+    seconds: float,
+    dtype: str = "bfloat16",
 ) -> str:
     """Run all jobs, for at most `seconds`; says what was done. What is left compiles when it is tried.
 
@@ -61,7 +65,7 @@ def compile_all(
             stderr=subprocess.PIPE,
         )
         assert process.stdin is not None
-        process.stdin.write(pickle.dumps((shape, device, share)))
+        process.stdin.write(pickle.dumps((shape, device, dtype, share)))
         process.stdin.close()
         process.stdin = None
         running.append(process)
@@ -92,10 +96,10 @@ def main() -> None:
     from graphcap.moe.kernels import choose_backend
     from graphcap.tuning.trials import Trials
 
-    shape, name, jobs = pickle.load(sys.stdin.buffer)
+    shape, name, dtype, jobs = pickle.load(sys.stdin.buffer)
     device = torch.device(name)
     small = replace(shape.with_layers(1), vocab_size=min(shape.vocab_size, 4096))
-    weights = random_weights(small, device=device, dtype=torch.bfloat16, seed=0)
+    weights = random_weights(small, device=device, dtype=getattr(torch, dtype), seed=0)
     kernels = decode_kernels(choose_backend("triton", device))
     trials: dict[tuple[int, int], Trials] = {}
     for rows, context, plan in jobs:

@@ -110,9 +110,14 @@ class Trials:
     def step(self, plan: LayerPlan) -> tuple[BufferPool, Callable[[], torch.Tensor]]:
         """A step by `plan` on a pool of its own, and what it needs to stay alive."""
         pool = BufferPool(self.weights.device)
-        schedule = "plain" if plan.layers == "plain" else "fused"
+        plain = plan.layers == "plain"
         step = DecodeStep(
-            self.weights, self._cache, self.kernels, pool, schedule=schedule, plans=lambda _: plan
+            self.weights,
+            self._cache,
+            self.kernels,
+            pool,
+            schedule="plain" if plain else "fused",
+            plans=None if plain else lambda _: plan,
         )
         return pool, lambda: step(self._slots)["logits"]
 
@@ -149,7 +154,7 @@ class Trials:
         noted = type(original)(original.name, original.implementation, note, original.scratch)
         kernels = replace(self.kernels, experts=replace(experts, topk_softmax=noted, pairs=None))
         pool = BufferPool(self.weights.device)
-        step = DecodeStep(self.weights, self._cache, kernels, pool)
+        step = DecodeStep(self.weights, self._cache, kernels, pool, schedule="plain")
         self.reset()
         with torch.no_grad():
             step(self._slots)

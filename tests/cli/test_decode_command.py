@@ -31,7 +31,11 @@ def test_without_arguments(capsys):
     assert all(key in result for key in KEYS)
     assert (result["shape"], result["batch"], result["max_batch"]) == ("tiny", 3, 8)
     assert (result["bucket"], result["recorder"], result["device"]) == (4, "tape", "cpu")
-    assert result["schedule"] == "plain"
+    assert result["schedule"] == "auto"
+    for bucket in result["buckets"]:
+        assert bucket["schedule"]["plan"] == {"layers": "plain"}
+        assert bucket["schedule"]["source"] == "not supported"
+        assert "the reference kernels have no fused layer" in bucket["schedule"]["why"]
     assert result["outputs_equal"] is True
     assert [len(tokens) for tokens in result["token_ids"]] == [32] * 3
     assert len({token for tokens in result["token_ids"] for token in tokens}) > 10
