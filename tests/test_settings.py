@@ -93,6 +93,9 @@ def test_origin_tells_default_from_environment():
         ("GRAPHCAP_REPORT", "/no-such-folder/report.json"),
         ("GRAPHCAP_REPORT", "~no-such-user/report.json"),
         ("GRAPHCAP_REPORT", "a" * 5000),
+        ("GRAPHCAP_TUNE_CACHE", ""),
+        ("GRAPHCAP_TUNE_CACHE", "~no-such-user/plans"),
+        ("GRAPHCAP_TUNE_CACHE", "a" * 5000),
     ],
 )
 def test_bad_value_is_refused_with_name_and_value(name: str, value: str):
@@ -107,6 +110,12 @@ def test_bad_value_is_refused_with_name_and_value(name: str, value: str):
 def test_a_folder_is_no_report_file(tmp_path: Path):
     with pytest.raises(SettingsError, match="GRAPHCAP_REPORT"):
         Settings.from_env({"GRAPHCAP_REPORT": str(tmp_path)})
+
+
+def test_a_file_is_no_folder_of_plans(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match="GRAPHCAP_TUNE_CACHE: expected the path of a folder"):
+        Settings.from_env({"GRAPHCAP_TUNE_CACHE": str(tmp_path / "file")})
 
 
 @given(

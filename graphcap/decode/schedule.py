@@ -68,7 +68,13 @@ def check_schedule(schedule: str, kernels: DecodeKernels) -> None:
     if schedule not in SCHEDULES:
         raise InputError(f"schedule: expected one of {', '.join(SCHEDULES)}, found {schedule!r}")
     if schedule == "fused" and kernels.fused is None:
-        raise InputError(f"schedule 'fused': {_no_fused_layer(kernels)}")
+        raise _refused(_no_fused_layer(kernels))
+
+
+def _refused(obstacle: str) -> InputError:
+    return InputError(
+        f"schedule 'fused': {obstacle}; use schedule 'auto', which takes what can run, or 'plain'"
+    )
 
 
 def fused_obstacle(shape: ModelShape, cache: CacheFormat, kernels: DecodeKernels) -> str | None:
@@ -78,18 +84,15 @@ def fused_obstacle(shape: ModelShape, cache: CacheFormat, kernels: DecodeKernels
     if shape.is_hybrid:
         return (
             f"expected a model whose layers all have full attention without an output gate, found "
-            f"{shape.name}, a hybrid; use schedule 'plain'"
+            f"{shape.name}, a hybrid"
         )
     if cache != CacheFormat():
-        return f"expected a cache of format {CacheFormat()}, found {cache}; use schedule 'plain'"
+        return f"expected a cache of format {CacheFormat()}, found {cache}"
     return None
 
 
 def _no_fused_layer(kernels: DecodeKernels) -> str:
-    return (
-        f"the {kernels.experts.name} kernels have no fused layer; use the triton kernels, or schedule "
-        f"'plain'"
-    )
+    return f"expected triton kernels, found {kernels.experts.name}, which have no fused layer"
 
 
 def default_obstacle(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -143,7 +146,7 @@ class Schedule:
         self._against = None
         self._obstacle = fused_obstacle(weights.shape, cache.format, kernels)
         if name == "fused" and self._obstacle is not None:
-            raise InputError(f"schedule 'fused': {self._obstacle}")
+            raise _refused(self._obstacle)
         if name == "auto" and self._obstacle is None:
             self._against = default_obstacle(weights.shape, weights.dtype, weights.device)
             self._found = measured_plans(weights, cache_folder(tune_cache))

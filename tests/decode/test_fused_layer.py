@@ -235,7 +235,8 @@ def test_refusals_say_what_was_expected() -> None:
     with pytest.raises(InputError, match="expected one of auto, fused, plain, found 'fast'"):
         Stepping(weights, TRITON, "fast")
     with pytest.raises(
-        InputError, match="the reference kernels have no fused layer; use the triton"
+        InputError,
+        match="expected triton kernels, found reference, which have no fused layer; use schedule 'auto'",
     ):
         Stepping(weights, KERNELS, "fused")
     other = CacheFormat(layout="heads")
