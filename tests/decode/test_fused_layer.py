@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from decoders import KERNELS, batch_at, draw_weights, make_cache
+from decoders import KERNELS, batch_at, make_cache
+from fused_shapes import draw_small
 from triton_support import ON_GPU
 
 pytest.importorskip("triton", minversion="3.0")
@@ -113,22 +114,24 @@ TILES = {
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("num_experts", "plan", "steps"),
     [
-        LayerPlan("fused"),
-        LayerPlan("apart", block=16),
-        LayerPlan("apart", TILES, frozenset(), frozenset({"attend", "router"})),
-        LayerPlan("apart", {}, frozenset({"qkv", "output"})),
+        (6, LayerPlan("fused"), 1),
+        (16, LayerPlan("fused"), 1),
+        (6, LayerPlan("apart", block=16), 2),
+        (16, LayerPlan("apart", without_pdl=frozenset({"attend", "router"})), 1),
+        (6, LayerPlan("apart", TILES), 1),
+        (6, LayerPlan("apart", {}, frozenset({"qkv", "output"})), 1),
     ],
 )
-@pytest.mark.parametrize("num_experts", [6, 16])
-def test_it_is_the_plain_step(num_experts: int, plan: LayerPlan) -> None:
-    """Against the reference kernels, by expert and by pair, biases, a dense layer, a block boundary."""
-    weights = draw_weights(num_experts=num_experts, num_layers=2)
+def test_it_is_the_plain_step(num_experts: int, plan: LayerPlan, steps: int) -> None:
+    """Against the reference kernels, by expert (6) and by pair (16), biases, a dense layer, a block
+    boundary; a second step goes on from where the first one ends."""
+    weights = draw_small(num_experts=num_experts, num_layers=2)
     plain = Stepping(weights, KERNELS, "plain")
     fused = Stepping(weights, TRITON, "fused", plan)
     fused.slots = {name: tensor.clone() for name, tensor in plain.slots.items()}
-    for _ in range(2):
+    for _ in range(steps):
         expected, seen = plain.run(), fused.run()
         torch.testing.assert_close(seen["logits"], expected["logits"], rtol=2e-4, atol=2e-4)
         assert torch.equal(seen["token_ids"], expected["token_ids"])
@@ -149,7 +152,7 @@ def test_it_is_the_plain_step(num_experts: int, plan: LayerPlan) -> None:
 def test_few_operations_a_layer_and_the_same_bits_on_a_frozen_poisoned_pool(
     layers: str, expected: list[str]
 ) -> None:
-    weights = draw_weights(num_experts=16, num_layers=2)
+    weights = draw_small(num_experts=16, num_layers=2)
     fused = Stepping(weights, TRITON, "fused", LayerPlan(layers))
     start = {name: tensor.clone() for name, tensor in fused.slots.items()}
     first = fused.run()
@@ -169,7 +172,7 @@ def test_few_operations_a_layer_and_the_same_bits_on_a_frozen_poisoned_pool(
 def test_more_rows_run_by_the_plain_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_plan, "FUSED_ROWS", 1)
     monkeypatch.setattr(layer_plan, "APART_ROWS", 2)
-    weights = draw_weights(num_layers=1)
+    weights = draw_small(num_layers=1)
     seen = Names()
     with observed_by(seen):
         Stepping(weights, TRITON, "fused").run()
@@ -182,12 +185,12 @@ def test_a_captured_decoder_of_both_schedules_verifies_and_agrees(
 ) -> None:
     """Buckets on either side of the limit share one pool; capture checks each against eager."""
     monkeypatch.setattr(layer_plan, "FUSED_ROWS", 1)
-    weights = draw_weights(num_layers=1, mlp_only_layers=())
+    weights = draw_small(num_layers=1, mlp_only_layers=())
     tokens = {}
     for schedule in ("plain", "fused"):
         decoder = Decoder(
             weights,
-            TRITON,
+            TRITON if schedule == "fused" else KERNELS,
             max_batch=2,
             max_context=8,
             block_size=4,
@@ -198,13 +201,13 @@ def test_a_captured_decoder_of_both_schedules_verifies_and_agrees(
         decoder.cache.fill_random(1)
         assert not decoder.manager.capture().failures
         decoder.cache.clear()
-        tokens[schedule] = decoder.decode([[5, 7, 9]], 4).token_ids
+        tokens[schedule] = decoder.decode([[5, 7]], 3).token_ids
         decoder.close()
     assert tokens["fused"] == tokens["plain"]
 
 
 def test_the_choices_of_kernels_name_what_is_fused() -> None:
-    weights = draw_weights(num_layers=1)
+    weights = draw_small(num_layers=1)
     names = {
         schedule: {
             choice.operation for choice in Stepping(weights, TRITON, schedule).step.kernel_choices
@@ -231,7 +234,7 @@ def test_a_plan_names_only_what_exists() -> None:
 
 
 def test_refusals_say_what_was_expected() -> None:
-    weights = draw_weights(num_layers=1)
+    weights = draw_small(num_layers=1)
     with pytest.raises(InputError, match="expected one of auto, fused, plain, found 'fast'"):
         Stepping(weights, TRITON, "fast")
     with pytest.raises(

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from decoders import KERNELS, draw_weights, make_cache
+from decoders import KERNELS, make_cache
+from fused_shapes import draw_small
 from plan_samples import H200, SEED, bucket, file_of, pretend, schedule_of
 
 pytest.importorskip("triton", minversion="3.0")
@@ -316,7 +317,7 @@ def test_a_tile_of_attention_serves_contexts_up_to_twice_as_long_or_short() -> N
 def test_a_captured_step_runs_by_the_tuned_plan_and_the_report_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    weights = draw_weights(num_layers=1, mlp_only_layers=())
+    weights = draw_small(num_layers=1, mlp_only_layers=())
     plan = LayerPlan("fused", {"attend": AttendTile(2, 16, 1)})
     file = file_of(bucket(1, 8, plan), shape=weights.shape, dtype=weights.dtype, device="cpu")
     monkeypatch.setattr(
@@ -326,7 +327,7 @@ def test_a_captured_step_runs_by_the_tuned_plan_and_the_report_says_so(
     for schedule in ("auto", "plain"):
         decoder = Decoder(
             weights,
-            TRITON,
+            TRITON if schedule == "auto" else KERNELS,
             max_batch=1,
             max_context=8,
             block_size=4,
@@ -335,7 +336,7 @@ def test_a_captured_step_runs_by_the_tuned_plan_and_the_report_says_so(
         )
         (report,) = decoder.manager.capture().buckets
         decoder.cache.clear()
-        tokens[schedule] = decoder.decode([[5, 7]], 4).token_ids
+        tokens[schedule] = decoder.decode([[5, 7]], 3).token_ids
         names = {row.operation for row in decoder.manager.recording(1).census().rows}
         if schedule == "auto":
             assert report.choice == "fused (cache: a file: tuned for 1 rows at context 8)"
@@ -353,7 +354,7 @@ def test_a_choice_is_made_once_and_files_are_read_when_the_step_is_built(
     """So nothing is read, and nothing can change, inside a capture."""
     read = []
     monkeypatch.setattr(schedule_module, "measured_plans", lambda *of: read.append(of) or [])
-    weights = draw_weights(num_layers=1)
+    weights = draw_small(num_layers=1)
     step = DecodeStep(weights, make_cache(weights), TRITON, BufferPool("cpu"))
     assert len(read) == 1
     assert step.bucket_choice(2) is step.bucket_choice(2)
