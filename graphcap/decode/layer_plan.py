@@ -6,7 +6,7 @@ where nothing was measured. A plan never changes what is computed, only how fast
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 from graphcap.decode.kernels import DecodeKernels
 from graphcap.errors import InputError
 from graphcap.operations import Operation
+
+_CUDA_KINDS = ("CudaRows", "CudaDown")
 
 LAYERS = ("fused", "apart", "plain")
 
@@ -39,6 +41,14 @@ TILED = (
     "pair_down",
 )
 """Kernels whose tile a plan may give."""
+
+CUDA_TILES = {
+    "norm_qkv": "CudaRows",
+    "output_residual": "CudaRows",
+    "norm_router": "CudaRows",
+    "pair_down": "CudaDown",
+}
+"""Kernels that there are in CUDA C++ as well, for one row: the tile says which one is meant."""
 
 CHAINED = (*TILED, "add_norm", "top_k", "align", "merge")
 """Kernels that can be launched by programmatic dependent launch."""
@@ -75,6 +85,21 @@ class LayerPlan:
                 raise InputError(
                     f"{what} of a plan: expected names among {', '.join(known)}, found {unknown[0]!r}"
                 )
+        for name, tile in self.tiles.items():
+            kind = type(tile).__name__
+            if kind.startswith("Cuda") and CUDA_TILES.get(name) != kind:
+                raise InputError(f"tiles of a plan: {name} is not made by kernels with a {kind}")
+
+    @property
+    def in_cuda(self) -> tuple[str, ...]:
+        """The kernels that this plan wants in CUDA C++."""
+        return tuple(n for n, t in sorted(self.tiles.items()) if type(t).__name__ in _CUDA_KINDS)
+
+    def without(self, names: Iterable[str]) -> LayerPlan:
+        """The same with these kernels' own choice of a tile."""
+        names = set(names)
+        tiles = {name: tile for name, tile in self.tiles.items() if name not in names}
+        return replace(self, tiles=tiles)
 
 
 def default_plan(rows: int) -> LayerPlan:
@@ -109,8 +134,11 @@ def planned(kernels: DecodeKernels, plan: LayerPlan) -> PlannedKernels:
     """`kernels`, which have a fused layer, by `plan`."""
     fused, experts = kernels.fused, kernels.experts
     assert fused is not None
+    in_cuda = plan.in_cuda
 
     def by_plan(name: str, operation: Operation) -> Operation:
+        if name in in_cuda:
+            operation = _in_cuda(name)
         options: dict[str, Any] = {"pdl": name not in plan.without_pdl}
         if name in plan.tiles:
             options["tile"] = plan.tiles[name]
@@ -147,6 +175,18 @@ def planned(kernels: DecodeKernels, plan: LayerPlan) -> PlannedKernels:
         projection("output"),
         by_plan("router", fused.project.named("router GEMM")),
     )
+
+
+def _in_cuda(name: str) -> Operation:
+    from graphcap.decode.kernels import cuda_linear
+    from graphcap.moe.kernels import cuda_down
+
+    return {
+        "norm_qkv": cuda_linear.norm_qkv,
+        "output_residual": cuda_linear.output_residual,
+        "norm_router": cuda_linear.norm_router,
+        "pair_down": cuda_down.pair_down,
+    }[name]
 
 
 def _with_options(

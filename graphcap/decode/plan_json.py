@@ -53,12 +53,15 @@ def plan_from_json(found: Mapping[str, Any]) -> LayerPlan:
 
 
 def _tile(found: Mapping[str, Any]) -> Any:
+    from graphcap.decode.kernels.cuda_linear import CudaRows
     from graphcap.decode.kernels.triton_fused_attention import AttendTile
     from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
+    from graphcap.moe.kernels.cuda_down import CudaDown
     from graphcap.moe.kernels.triton_gemm import Tile
     from graphcap.moe.kernels.triton_pairs import PairTile
 
-    kinds = {kind.__name__: kind for kind in (AttendTile, DotTile, PairTile, RowsTile, Tile)}
+    known = (AttendTile, CudaDown, CudaRows, DotTile, PairTile, RowsTile, Tile)
+    kinds = {kind.__name__: kind for kind in known}
     fields = dict(found)
     tile = kinds[fields.pop("tile")](**fields)
     for name, value in tile._asdict().items():

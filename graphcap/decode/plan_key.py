@@ -30,9 +30,15 @@ DIMENSIONS = (
 products cuBLAS makes, are not among them."""
 
 SOURCES = (
+    "cuda/common.cuh",
+    "cuda/down.cu",
+    "cuda/linear.cu",
+    "cuda/source.py",
+    "decode/kernels/cuda_linear.py",
     "decode/kernels/triton_fused_attention.py",
     "decode/kernels/triton_fused_linear.py",
     "decode/kernels/triton_norm.py",
+    "moe/kernels/cuda_down.py",
     "moe/kernels/triton.py",
     "moe/kernels/triton_align.py",
     "moe/kernels/triton_gemm.py",

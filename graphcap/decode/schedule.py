@@ -7,14 +7,15 @@ nothing can be tuned inside a capture.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.cache_format import CacheFormat
+from graphcap.decode.cuda_kernels import cuda_obstacles
 from graphcap.decode.kernels import DecodeKernels
 from graphcap.decode.layer_plan import LayerPlan, default_plan
 from graphcap.decode.model_shape import ModelShape
@@ -139,6 +140,7 @@ class Schedule:
         if plans is not None and name != "fused":
             raise InputError(f"plans go with schedule 'fused', found schedule {name!r}")
         self.name = name
+        self._weights = weights
         self._plans = default_plan if plans is None else plans
         self._capacity = cache.blocks_per_sequence * cache.block_size
         self._choices: dict[int, PlanChoice] = {}
@@ -168,18 +170,36 @@ class Schedule:
         if self.name == "plain":
             return PlanChoice(rows, LayerPlan("plain"), "asked for", "schedule 'plain'")
         if self.name == "fused":
-            return PlanChoice(rows, self._plans(rows), "asked for", "schedule 'fused'")
+            plan = self._plans(rows)
+            for kernel, reason in self._without_cuda(plan, rows).items():
+                raise InputError(
+                    f"schedule 'fused': the plan of {rows} rows wants {kernel} in CUDA C++: {reason}; give "
+                    f"it a tile of Triton's, or none"
+                )
+            return PlanChoice(rows, plan, "asked for", "schedule 'fused'")
         if self._obstacle is not None:
             return PlanChoice(rows, LayerPlan("plain"), "not supported", self._obstacle)
         for source, where, file in self._found:
             tuned = nearest(file.buckets, rows, self._capacity)
             if tuned is not None:
                 plan, why = fitted(tuned, rows, self._capacity)
+                obstacles = self._without_cuda(plan, rows)
+                if obstacles:
+                    reason = next(iter(obstacles.values()))
+                    why += f"; {', '.join(obstacles)} by Triton, not CUDA C++: {reason}"
+                    plan = plan.without(obstacles)
                 return PlanChoice(rows, plan, source, f"{where}: {why}")
         if self._against is not None:
             return PlanChoice(rows, LayerPlan("plain"), "default", self._against)
         why = "no tuned plan serves this bucket" if self._found else "no plan was tuned for this"
         return PlanChoice(rows, default_plan(rows), "default", f"{why}; graphcap tune finds one")
+
+    def _without_cuda(self, plan: LayerPlan, rows: int) -> Mapping[str, str]:
+        """What of `plan` cannot be made in CUDA C++ here, and why."""
+        if not plan.in_cuda:
+            return {}
+        weights = self._weights
+        return cuda_obstacles(weights.shape, weights.dtype, weights.device, rows, plan)
 
 
 def measured_plans(weights: ModelWeights, folder: Path) -> list[tuple[str, str, PlanFile]]:
@@ -254,7 +274,6 @@ def fitted(tuned: TunedBucket, rows: int, capacity: int) -> tuple[LayerPlan, str
     why = f"tuned for {tuned.rows} rows at context {tuned.context}"
     ratio = max(tuned.context, capacity) / min(tuned.context, capacity)
     if "attend" in plan.tiles and ratio > CONTEXT_RATIO:
-        tiles = {name: tile for name, tile in plan.tiles.items() if name != "attend"}
-        plan = replace(plan, tiles=tiles)
+        plan = plan.without(["attend"])
         why += f"; attention by its own tile, as sequences may have {capacity} tokens"
     return plan, why

@@ -38,7 +38,7 @@ def search(trials: Trials, deadline: float, show: Show) -> tuple[LayerPlan, floa
     """
     best, best_ms = LayerPlan("plain"), float("inf")
     measured: list[tuple[float, LayerPlan]] = []
-    for plan in (best, *starts(trials.rows)):
+    for plan in (best, *starts(trials.rows, trials.cuda)):
         trial = attempt(trials, plan)
         _tell(show, trials, "start", plan, trial)
         if isinstance(trial, str):
@@ -83,7 +83,9 @@ def _worth_tuning(
 def _descend(
     trials: Trials, plan: LayerPlan, ms: float, deadline: float, show: Show
 ) -> tuple[LayerPlan, float]:
-    for name, changes in knobs(plan, trials.weights.shape, trials.rows, trials.context):
+    for name, changes in knobs(
+        plan, trials.weights.shape, trials.rows, trials.context, trials.cuda
+    ):
         for change in changes:
             if time.monotonic() > deadline:
                 return plan, ms

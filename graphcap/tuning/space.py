@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from graphcap.decode.kernels.cuda_linear import MOST_ROWS, CudaRows
 from graphcap.decode.kernels.triton_fused_attention import AttendTile
 from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
 from graphcap.decode.layer_plan import LayerPlan
 from graphcap.decode.model_shape import ModelShape
 from graphcap.moe.experts import few_pairs
+from graphcap.moe.kernels.cuda_down import ROWS, CudaDown
 from graphcap.moe.kernels.triton_gemm import Tile
 from graphcap.moe.kernels.triton_pairs import PairTile
 
@@ -53,6 +55,7 @@ PAIR_DOWNS = (
     PairTile(2, 256),
     PairTile(4, 256),
 )
+CUDA_ROWS = (2, 4, 8, 10, 16, 20)
 ROUTERS = ((4, 4, 8), (4, 4, 16), (4, 4, 99), (8, 4, 8), (8, 4, 99), (4, 2, 8), (2, 4, 4))
 GROUPED = (
     Tile(64, 128, 4, 4),
@@ -76,11 +79,18 @@ GATED = (
 )
 
 
-def starts(rows: int) -> list[LayerPlan]:
-    """The schedules that a bucket of `rows` could run by."""
+def starts(rows: int, cuda: LayerPlan | None = None) -> list[LayerPlan]:
+    """The schedules that a bucket of `rows` could run by.
+
+    Args:
+        cuda: see `cuda_plan`.
+    """
     found = []
     if rows <= 4:
         found.append(LayerPlan("fused"))
+    if rows == 1 and cuda is not None:
+        # Together: one alone gains little, as the others leave it no room to start early.
+        found.append(cuda)
     if rows >= 2:
         found.append(LayerPlan("apart", block=16))
         found.append(LayerPlan("apart", blas=frozenset({"qkv", "output"}), block=16))
@@ -88,9 +98,19 @@ def starts(rows: int) -> list[LayerPlan]:
 
 
 def knobs(
-    plan: LayerPlan, shape: ModelShape, rows: int, context: int
+    plan: LayerPlan, shape: ModelShape, rows: int, context: int, cuda: LayerPlan | None = None
 ) -> Iterator[tuple[str, list[Change]]]:
-    """(name, changes) for each knob of the schedule of `plan`."""
+    """(name, changes) for each knob of the schedule of `plan`; with the tiles in CUDA C++ that `cuda` has."""
+    in_cuda = cuda.tiles if cuda is not None and rows == 1 else {}
+
+    def rows_in_cuda(name: str) -> list[Change]:
+        if name not in in_cuda:
+            return []
+        most = in_cuda[name].rows
+        return [
+            _tile(name, CudaRows(n)) for n in dict.fromkeys((most, *CUDA_ROWS)) if n <= MOST_ROWS
+        ]
+
     yield "attend", [_tile("attend", tile) for tile in attend_tiles(shape, rows, context)]
     grouped = not few_pairs(rows, shape.top_k, shape.num_experts)
     if grouped:
@@ -98,14 +118,23 @@ def knobs(
         yield "down_gemm", [_tile("down_gemm", tile) for tile in GROUPED]
     else:
         yield "pair_gate_up", [_tile("pair_gate_up", tile) for tile in PAIR_GATE_UPS]
-        yield "pair_down", [_tile("pair_down", tile) for tile in PAIR_DOWNS]
+        slabs = (
+            [n for n in ROWS if n <= in_cuda["pair_down"].rows] if "pair_down" in in_cuda else []
+        )
+        yield (
+            "pair_down",
+            [_tile("pair_down", tile) for tile in (*PAIR_DOWNS, *map(CudaDown, slabs))],
+        )
     routers: list[RowsTile | DotTile] = list(
         dict.fromkeys(RowsTile(r, w, min(rows, lanes)) for r, w, lanes in ROUTERS)
     )
     if plan.layers == "fused":
-        yield "norm_qkv", [_tile("norm_qkv", tile) for tile in WIDE]
-        yield "output_residual", [_tile("output_residual", tile) for tile in WIDE]
-        yield "norm_router", [_tile("norm_router", tile) for tile in routers]
+        for name, tiles in (
+            ("norm_qkv", WIDE),
+            ("output_residual", WIDE),
+            ("norm_router", routers),
+        ):
+            yield name, [*rows_in_cuda(name), *(_tile(name, tile) for tile in tiles)]
         chain = ["norm_qkv", "attend", "output_residual", "norm_router"]
     else:
         for name in ("qkv", "output"):

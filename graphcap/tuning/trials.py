@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphcap.decode.cache import PagedCache
+from graphcap.decode.cuda_kernels import cuda_plan
 from graphcap.decode.kernels import DecodeKernels
 from graphcap.decode.layer_plan import LayerPlan
 from graphcap.decode.step import DecodeStep
@@ -77,6 +78,7 @@ class Trials:
     ) -> None:
         self.weights, self.kernels = weights, kernels
         self.rows, self.context = rows, context
+        self.cuda = cuda_plan(weights.shape, weights.dtype, weights.device)
         device = weights.device
         self._cache = PagedCache(
             weights.shape,
