@@ -25,6 +25,7 @@ from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
 from graphcap.decode.layer_plan import LayerPlan, default_plan
 from graphcap.decode.step import DecodeStep
 from graphcap.errors import InputError
+from graphcap.manager import CaptureManager
 from graphcap.moe.kernels import Backend
 from graphcap.moe.kernels.triton_gemm import Tile
 from graphcap.operations import Operation, observed_by
@@ -185,6 +186,8 @@ def test_a_captured_decoder_of_both_schedules_verifies_and_agrees(
 ) -> None:
     """Buckets on either side of the limit share one pool; capture checks each against eager."""
     monkeypatch.setattr(layer_plan, "FUSED_ROWS", 1)
+    # Replays are slow here, and nobody reads their times.
+    monkeypatch.setattr(CaptureManager, "time", lambda self, size: None)
     weights = draw_small(num_layers=1, mlp_only_layers=())
     tokens = {}
     for schedule in ("plain", "fused"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoders import KERNELS
 from fused_shapes import draw_small
 from triton_support import ON_GPU
 
@@ -70,8 +71,8 @@ def test_plans_that_are_tried_agree_with_the_plain_step(rows: int) -> None:
 def test_trials_count_the_experts_that_a_step_reads() -> None:
     weights = draw_small(num_layers=2, mlp_only_layers=())
     shape = weights.shape
-    assert Trials(weights, TRITON, 1, 8).distinct_experts() == shape.top_k
-    many = Trials(weights, TRITON, 6, 8).distinct_experts()
+    assert Trials(weights, KERNELS, 1, 8).distinct_experts() == shape.top_k
+    many = Trials(weights, KERNELS, 6, 8).distinct_experts()
     assert shape.top_k <= many <= shape.num_experts
     assert shortened(weights, 1).layers == weights.layers[:1]
     assert shortened(weights, 1).shape.num_layers == 1
