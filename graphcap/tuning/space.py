@@ -55,6 +55,9 @@ PAIR_DOWNS = (
     PairTile(2, 256),
     PairTile(4, 256),
 )
+HEADROOM = 64
+"""Tokens that a sequence of a trial may grow between two resets of the slots."""
+
 CUDA_ROWS = (2, 4, 8, 10, 16, 20)
 ROUTERS = ((4, 4, 8), (4, 4, 16), (4, 4, 99), (8, 4, 8), (8, 4, 99), (4, 2, 8), (2, 4, 4))
 GROUPED = (
@@ -152,10 +155,12 @@ def knobs(
 
 
 def attend_tiles(shape: ModelShape, rows: int, context: int) -> list[AttendTile]:
+    """Splits for sequences that stand at `context` and grow by `HEADROOM`: where fewer splits hold just what
+    there is at first in one iteration each, the next token doubles the chain of every split."""
     pairs = rows * shape.num_kv_heads
     found = []
-    for tokens, warps in ((32, 4), (64, 4), (16, 4), (16, 1), (32, 2), (64, 8)):
-        most = -(-context // tokens)
+    for tokens, warps in ((32, 4), (64, 4), (16, 4), (16, 1), (32, 2), (32, 8), (64, 8)):
+        most = -(-(context + HEADROOM) // tokens)
         for splits in dict.fromkeys(min(most, s) for s in (128, 64, 32, 16, 8, 4, 2)):
             # Between half a program and four for each multiprocessor, if there are tokens enough.
             if 64 <= splits * pairs <= 600 or (splits == most and splits * pairs < 64):

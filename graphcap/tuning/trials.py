@@ -16,9 +16,7 @@ from graphcap.decode.layer_plan import LayerPlan
 from graphcap.decode.step import DecodeStep
 from graphcap.decode.weights import ModelWeights
 from graphcap.pool import BufferPool
-
-HEADROOM = 64
-"""Tokens that a sequence may grow between two resets of the slots."""
+from graphcap.tuning.space import HEADROOM
 
 
 class Trial(NamedTuple):
