@@ -92,6 +92,10 @@ def run(options: argparse.Namespace) -> int:
         check_device(device)
     layers, options.layers = options.layers, None
     shape = chosen_shape(options)
+    if layers and layers > shape.num_layers:
+        raise SettingsError(
+            f"--layers {layers}: the shape {shape.name} has {shape.num_layers} layers"
+        )
     options.layers = min(layers or _LAYERS, shape.num_layers)
     short = shape.with_layers(options.layers)
     loads = [(rows, context) for context in options.contexts for rows in options.batches]
@@ -108,8 +112,9 @@ def run(options: argparse.Namespace) -> int:
     if options.export:
         _check_writable(Path(options.export).absolute().parent, "--export")
     file = plan_file(path, shape, dtype, device, options.commit)
+    # First: the processes that compile need room for a layer each.
+    spent, compiled = _compile(options, short, device, dtype, loads)
     weights = _weights(options, short, device, dtype)
-    left = options.seconds - _compile(options, short, device, dtype, loads)
     found: list[Tuning] = []
     with progress_bar("tuning") as progress:
 
@@ -118,14 +123,14 @@ def run(options: argparse.Namespace) -> int:
             what = f"{row['rows']} rows at {row['context']}: {row['knob']}, {took}"
             progress(len(found), len(loads), what)
 
-        for tuning in tune(weights, kernels, loads, left, show):
+        for tuning in tune(weights, kernels, loads, options.seconds - spent, show):
             found.append(tuning)
             if tuning.bucket is not None:  # written each time: a run that is cut short keeps these
                 file = file.with_buckets([tuning.bucket])
                 file.write(path)
     if options.export:
         file.write(Path(options.export))
-    _print(options, file, path, found)
+    _print(options, file, path, found, compiled)
     return 0 if all(tuning.bucket for tuning in found) else 1
 
 
@@ -173,8 +178,9 @@ def _compile(
     device: torch.device,
     dtype: torch.dtype,
     loads: list[tuple[int, int]],
-) -> float:
-    """Compile the kernels of all plans beforehand, in several processes; the seconds that it took."""
+) -> tuple[float, str]:
+    """Compile the kernels of all plans beforehand, in several processes; the seconds that it took, and
+    what to say of it."""
     import time
 
     from graphcap.tuning.compiling import compile_all
@@ -182,8 +188,8 @@ def _compile(
     started = time.monotonic()
     name = str(dtype).removeprefix("torch.")
     with progress_bar("compiling"):
-        compile_all(short, str(device), loads, options.seconds * _COMPILING, name)
-    return time.monotonic() - started
+        told = compile_all(short, str(device), loads, options.seconds * _COMPILING, name)
+    return time.monotonic() - started, told
 
 
 def _dry_run(
@@ -217,7 +223,9 @@ def _dry_run(
     return 0
 
 
-def _print(options: argparse.Namespace, file: PlanFile, path: Path, found: list[Tuning]) -> None:
+def _print(
+    options: argparse.Namespace, file: PlanFile, path: Path, found: list[Tuning], compiled: str
+) -> None:
     from graphcap.decode.plan_json import plan_to_json
 
     result = {
@@ -227,6 +235,7 @@ def _print(options: argparse.Namespace, file: PlanFile, path: Path, found: list[
         "dtype": file.key.dtype,
         "cache": str(path),
         "export": options.export,
+        "compiled": compiled,
         "loads": [
             {
                 "rows": tuning.rows,

@@ -32,6 +32,7 @@ def print_tuned(result: Mapping[str, Any]) -> None:
         f"{result['shape']}, {result['layers']} layers measured, {result['dtype']} on "
         f"{result['device']}"
     )
+    console.print(escape(result["compiled"]), highlight=False)
     for load in result["loads"]:
         console.print(_table_of(load))
         failed = [row for row in load["candidates"] if "failed" in row]

@@ -47,7 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr("graphcap.cli.tune.default_device", lambda: torch.device("cuda:0"))
     monkeypatch.setattr("graphcap.cli.tune._weights", lambda *of: None)
-    monkeypatch.setattr("graphcap.cli.tune._compile", lambda *of: 100.0)
+    monkeypatch.setattr("graphcap.cli.tune._compile", lambda *of: (100.0, "compiled [all]"))
     monkeypatch.setattr("graphcap.tuning.tune.tune", tune)
     monkeypatch.setattr("graphcap.tuning.tune._driver", lambda: "580.1")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
@@ -76,6 +76,7 @@ def test_winners_are_printed_kept_and_exported(
     printed = capsys.readouterr().out
     assert "seed-64, 12 layers measured, bfloat16 on NVIDIA H200" in printed
     assert printed.count("winner fused; no dependent launch of attend") == 4
+    assert "compiled [all]" in printed
     assert "1.500" in printed
     assert "0.500" in printed  # of plain
     assert str(folder / key.file_name) in printed.replace("\n", "")
@@ -152,6 +153,7 @@ def test_a_dry_run_needs_no_gpu_and_writes_nothing(
     [
         (["--shape", "qwen3.6-35b-a3b"], "found qwen3.6-35b-a3b, a hybrid"),
         (["--dtype", "float32"], "nothing to tune in float32"),
+        (["--layers", "65"], "--layers 65: the shape seed-64 has 64 layers"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused_in_a_dry_run_too(

@@ -105,7 +105,7 @@ def test_auto_runs_what_was_tuned_and_decodes_the_same_tokens(device, tmp_path, 
 def test_the_command_writes_what_auto_reads(device, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GRAPHCAP_TUNE_CACHE", str(tmp_path))
     # Compiling beforehand starts processes, which pays for more than this.
-    monkeypatch.setattr("graphcap.cli.tune._compile", lambda *of: 0.0)
+    monkeypatch.setattr("graphcap.cli.tune._compile", lambda *of: (0.0, ""))
     words = ["--shape", "tiny", "--batches", "1", "--contexts", "64", "--seconds", "5"]
     assert main(["tune", *words, "--dtype", "float16"]) == 0
     assert "plans tried" in capsys.readouterr().out
