@@ -1,7 +1,7 @@
-"""Writes the README's measured tables from the JSON files in bench/results.
+"""Writes the README's measured tables and plots from the JSON files in bench/results.
 
-python bench/tables.py            rewrite README.md between its markers
-python bench/tables.py --check    exit code 1 if README.md is not what the files say
+python bench/tables.py            rewrite README.md between its markers, and docs/speed_*.svg
+python bench/tables.py --check    exit code 1 if one of them is not what the files say
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from speed_plot import plot
+from speed_table import speed_table
+
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = {
+    "speed": "measured speed",
     "decode": "measured",
     "vllm": "measured vllm",
     "parity": "measured parity",
@@ -82,7 +86,7 @@ def vllm_table(result: dict[str, Any], name: str) -> str:
     ]
     columns = {"mode": [_NAMES[mode["mode"]] for mode in found]}
     for batch in batches:
-        columns[f"batch {batch}"] = [_speed(mode["batches"].get(str(batch))) for mode in found]
+        columns[f"batch {batch}"] = [_pace(mode["batches"].get(str(batch))) for mode in found]
     if any("mixed" in mode for mode in found):
         loads = [mode["mixed"] for mode in found]
         columns["mixed load: tokens/s"] = [f"{load['tokens_per_s']:,.0f}" for load in loads]
@@ -104,7 +108,7 @@ def vllm_table(result: dict[str, Any], name: str) -> str:
     return "\n".join(lines)
 
 
-def _speed(row: dict[str, Any] | None) -> str:
+def _pace(row: dict[str, Any] | None) -> str:
     return "-" if row is None else f"{row['ms']:.2f} ({row['tokens_per_s']:,.0f})"
 
 
@@ -179,11 +183,45 @@ def _launches(census: dict[str, Any] | None) -> str:
     return f"{graphs:g} / {kernels:g}"
 
 
+def vllm_best(shape: str) -> dict[int, float]:
+    """Milliseconds a token of the best of vLLM's own modes, by batch, on one card."""
+    best: dict[int, float] = {}
+    for path in sorted((ROOT / "bench" / "results").glob("vllm_*.json")):
+        result = json.loads(path.read_text())
+        if result["shape"] != shape or result.get("tp") != 1:
+            continue
+        for mode in result["modes"]:
+            if mode["mode"] == "graphcap":
+                continue
+            for batch, row in mode.get("batches", {}).items():
+                best[int(batch)] = min(row["ms"], best.get(int(batch), row["ms"]))
+    return best
+
+
+def _speed(result: dict[str, Any], name: str) -> str:
+    return speed_table(result, name, vllm_best(result["shape"]), f"docs/{Path(name).stem}.svg")
+
+
 def measured(kind: str) -> str:
-    tables = {"decode": decode_table, "vllm": vllm_table, "parity": parity_table, "cpu": cpu_table}
+    tables = {
+        "speed": _speed,
+        "decode": decode_table,
+        "vllm": vllm_table,
+        "parity": parity_table,
+        "cpu": cpu_table,
+    }
     table = tables[kind]
     found = sorted((ROOT / "bench" / "results").glob(f"{kind}_*.json"))
     return "\n\n".join(table(json.loads(path.read_text()), path.name) for path in found)
+
+
+def plots() -> dict[Path, str]:
+    """What each plot in docs/ should be."""
+    wanted = {}
+    for path in sorted((ROOT / "bench" / "results").glob("speed_*.json")):
+        result = json.loads(path.read_text())
+        wanted[ROOT / "docs" / f"{path.stem}.svg"] = plot(result, vllm_best(result["shape"]))
+    return wanted
 
 
 def filled(text: str) -> str:
@@ -199,11 +237,12 @@ def filled(text: str) -> str:
 
 def main() -> int:
     readme = ROOT / "README.md"
-    text = readme.read_text()
-    wanted = filled(text)
+    wanted = {readme: filled(readme.read_text()), **plots()}
     if "--check" in sys.argv:
-        return 0 if wanted == text else 1
-    readme.write_text(wanted)
+        found = {path: path.read_text() if path.exists() else None for path in wanted}
+        return 0 if wanted == found else 1
+    for path, text in wanted.items():
+        path.write_text(text)
     return 0
 
 

@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from machine import machine as any_machine
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -73,24 +75,7 @@ def _run(command: list[str], mode: str, out: Path | None) -> dict[str, Any] | No
 
 
 def machine(commit: str) -> dict[str, Any]:
-    import torch
-    import triton
-
-    card = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()[0]
-    name, driver = (part.strip() for part in card.split(","))
-    return {
-        "card": name,
-        "driver": driver,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "vllm": _vllm_version(),
-        "commit": commit,
-    }
+    return any_machine(commit, vllm=_vllm_version())
 
 
 def _vllm_version() -> str:

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 Step = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """All that a model owes. Gets the slots (bucket rows each) and ``num_rows``; may write into slots in
 place; returns tensors whose first dimension is the batch. May have an attribute ``kernel_choices``, a
-tuple of `graphcap.operations.KernelChoice` for the report."""
+tuple of `graphcap.operations.KernelChoice` for the report, and a method ``bucket_choice(rows)``, whose
+result's text says there how it runs a bucket and why."""
 
 
 class ManySteps:

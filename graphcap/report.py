@@ -35,6 +35,7 @@ class BucketReport:
             batch made for verification or capture.
         pointers: what the check of the graph's addresses found; None: a tape, which holds the tensors
             themselves, or ``GRAPHCAP_VERIFY=off``.
+        choice: how the step runs this bucket and why, of a step that says so.
     """
 
     size: int
@@ -45,6 +46,7 @@ class BucketReport:
     largest_difference: float | None = None
     replay_ms: float | None = None
     pointers: PointerReport | None = None
+    choice: str = ""
 
 
 @dataclass(frozen=True)

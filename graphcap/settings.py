@@ -35,6 +35,7 @@ class Settings:
         pool_mib: the largest pool that may be planned, in MiB; None: no limit.
         report: where to write the capture report as JSON; None: nowhere.
         nvtx: mark the parts of MoE layers as NVTX ranges.
+        tune_cache: the folder of plans that `graphcap tune` found; None: in the user's cache.
     """
 
     enabled: bool = False
@@ -47,6 +48,7 @@ class Settings:
     pool_mib: float | None = None
     report: Path | None = None
     nvtx: bool = False
+    tune_cache: Path | None = None
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +115,7 @@ class Settings:
             "GRAPHCAP_POOL_MIB": "unset" if self.pool_mib is None else f"{self.pool_mib:g}",
             "GRAPHCAP_REPORT": "unset" if self.report is None else str(self.report),
             "GRAPHCAP_NVTX": "1" if self.nvtx else "0",
+            "GRAPHCAP_TUNE_CACHE": "unset" if self.tune_cache is None else str(self.tune_cache),
         }[name]
 
 
@@ -209,6 +212,18 @@ def _report(name: str, text: str) -> dict[str, Any]:
     return {"report": path}
 
 
+def _tune_cache(name: str, text: str) -> dict[str, Any]:
+    accepted = "the path of a folder, which tuning makes where it is not there"
+    try:
+        path = Path(text).expanduser()
+        usable = bool(text) and (path.is_dir() or not path.exists())
+    except (OSError, RuntimeError, ValueError) as error:  # no such home, name too long
+        raise _refuse(name, text, accepted) from error
+    if not usable:
+        raise _refuse(name, text, accepted)
+    return {"tune_cache": path}
+
+
 VARIABLES = (
     Variable("GRAPHCAP", "1 turns the vLLM plugin on", _switch("enabled")),
     Variable("GRAPHCAP_BUCKETS", "auto, sizes such as 1,2,4,8,64, or plan:FILE", _buckets),
@@ -221,4 +236,5 @@ VARIABLES = (
     Variable(
         "GRAPHCAP_NVTX", "1 marks router, top-k and fused MoE for a profiler", _switch("nvtx")
     ),
+    Variable("GRAPHCAP_TUNE_CACHE", "the folder of plans that graphcap tune found", _tune_cache),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +26,12 @@ def report_of(
 ) -> CaptureReport:
     """The report of a capture that took `seconds`; `notes` of None are left out."""
     largest = max(captured.recordings, default=None)
+    choice = getattr(step, "bucket_choice", lambda size: "")
+    reports = (captured.reports[size] for size in sorted(captured.reports))
     return CaptureReport(
         recorder=recorder.name,
         device=_device_name(inputs.device),
-        buckets=tuple(captured.reports[size] for size in sorted(captured.reports)),
+        buckets=tuple(replace(each, choice=str(choice(each.size))) for each in reports),
         failures=captured.failures_text(),
         pool_bytes=pool.nbytes,
         pool_lower_bound_bytes=pool.plan.lower_bound,

@@ -30,16 +30,23 @@ def test_defaults_are_those_of_an_empty_environment():
 
 
 def test_every_variable_is_read(tmp_path: Path):
-    report = tmp_path / "report.json"
-    settings = Settings.from_env({**GOOD, "GRAPHCAP_REPORT": str(report)})
+    report, tuned = tmp_path / "report.json", tmp_path / "not" / "there"
+    paths = {"GRAPHCAP_REPORT": str(report), "GRAPHCAP_TUNE_CACHE": str(tuned)}
+    settings = Settings.from_env({**GOOD, **paths})
     assert settings == Settings(
-        True, "1,2,64", "tape", "reference", "capture", 100, True, 2.5, report, True
+        True, "1,2,64", "tape", "reference", "capture", 100, True, 2.5, report, True, tuned
     )
     assert set(settings.origins.values()) == {"environment"}
 
 
 def test_written_values_read_back_the_same(tmp_path: Path):
-    settings = Settings.from_env({**GOOD, "GRAPHCAP_REPORT": str(tmp_path / "r.json")})
+    settings = Settings.from_env(
+        {
+            **GOOD,
+            "GRAPHCAP_REPORT": str(tmp_path / "r.json"),
+            "GRAPHCAP_TUNE_CACHE": str(tmp_path),
+        }
+    )
     written = {variable.name: settings.value_of(variable.name) for variable in VARIABLES}
     assert Settings.from_env(written) == settings
 
@@ -48,7 +55,11 @@ def test_values_of_defaults_can_be_written_unless_unset():
     written = {v.name: Settings().value_of(v.name) for v in VARIABLES}
     readable = {name: text for name, text in written.items() if text != "unset"}
     assert Settings.from_env(readable) == Settings()
-    assert sorted(set(written) - set(readable)) == ["GRAPHCAP_POOL_MIB", "GRAPHCAP_REPORT"]
+    assert sorted(set(written) - set(readable)) == [
+        "GRAPHCAP_POOL_MIB",
+        "GRAPHCAP_REPORT",
+        "GRAPHCAP_TUNE_CACHE",
+    ]
 
 
 def test_origin_tells_default_from_environment():
@@ -82,6 +93,9 @@ def test_origin_tells_default_from_environment():
         ("GRAPHCAP_REPORT", "/no-such-folder/report.json"),
         ("GRAPHCAP_REPORT", "~no-such-user/report.json"),
         ("GRAPHCAP_REPORT", "a" * 5000),
+        ("GRAPHCAP_TUNE_CACHE", ""),
+        ("GRAPHCAP_TUNE_CACHE", "~no-such-user/plans"),
+        ("GRAPHCAP_TUNE_CACHE", "a" * 5000),
     ],
 )
 def test_bad_value_is_refused_with_name_and_value(name: str, value: str):
@@ -96,6 +110,12 @@ def test_bad_value_is_refused_with_name_and_value(name: str, value: str):
 def test_a_folder_is_no_report_file(tmp_path: Path):
     with pytest.raises(SettingsError, match="GRAPHCAP_REPORT"):
         Settings.from_env({"GRAPHCAP_REPORT": str(tmp_path)})
+
+
+def test_a_file_is_no_folder_of_plans(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match="GRAPHCAP_TUNE_CACHE: expected the path of a folder"):
+        Settings.from_env({"GRAPHCAP_TUNE_CACHE": str(tmp_path / "file")})
 
 
 @given(

@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    from graphcap.cli import census, decode, doctor, explain, lint, plan, report, top
+    from graphcap.cli import census, decode, doctor, explain, lint, plan, report, top, tune
 
     parser = _Parser(
         prog="graphcap",
@@ -60,6 +60,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"graphcap {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (decode, census, doctor, lint, plan, report, top, explain):
+    for module in (decode, census, doctor, lint, plan, tune, report, top, explain):
         module.add_to(commands)
     return parser

@@ -152,7 +152,7 @@ def _count_on_meta(
         format=kernels.cache_format,
     )
     pool = BufferPool(meta)
-    step = DecodeStep(weights, cache, kernels, pool)
+    step = DecodeStep(weights, cache, kernels, pool, schedule="plain")
     slots = decode_slots(
         cache.blocks_per_sequence, cache.format.slot_dtype, states=cache.states is not None
     )
@@ -184,6 +184,7 @@ def _capture(
         max_context=_CONTEXT,
         ladder=BucketLadder([batch]),
         settings=settings_with(verify="off"),
+        schedule="plain",  # operation by operation, as the analysis counted
     )
     try:
         decoder.manager.capture()

@@ -76,6 +76,13 @@ def add_to(commands: Any) -> None:
         help="tokens that one call decodes, in one graph launch where driver and torch allow (default 1)",
     )
     parser.add_argument("--recorder", choices=("auto", "cuda", "tape"))
+    parser.add_argument(
+        "--schedule",
+        choices=("auto", "fused", "plain"),
+        default="auto",
+        help="how layers run: plain, operation by operation; fused, by fused Triton kernels; auto, each "
+        "bucket as was measured by graphcap tune or for a packaged table, else by rule (default auto)",
+    )
     parser.add_argument("--buckets", metavar="1,2,4", help="bucket sizes (default: auto)")
     parser.add_argument("--seed", type=seed, default=0, metavar="N")
     parser.add_argument(
@@ -93,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
     from graphcap.decode.cache import PagedCache
     from graphcap.decode.decoder import Decoder, EagerDecoder
     from graphcap.decode.kernels import decode_kernels
+    from graphcap.decode.schedule import check_schedule
     from graphcap.moe.kernels import choose_backend
     from graphcap.moe.ranges import nvtx_ranges
     from graphcap.report import versions
@@ -104,6 +112,8 @@ def run(options: argparse.Namespace) -> int:
     settings = settings_with(recorder=options.recorder, buckets=options.buckets)
     device = default_device()
     backend = choose_backend(settings.kernels, device)
+    kernels = decode_kernels(backend)
+    check_schedule(options.schedule, kernels)
     shape = chosen_shape(options)
     prompts = _prompts(options, shape.vocab_size)
     longest = max(map(len, prompts)) + options.tokens
@@ -116,7 +126,6 @@ def run(options: argparse.Namespace) -> int:
     room = longest + max(0, _COUNTED - options.tokens)
     weights = _weights(options, device)
     _share_cores(weights)
-    kernels = decode_kernels(backend)
     sequences = max(options.max_batch, len(prompts))
 
     eager = EagerDecoder(
@@ -131,6 +140,8 @@ def run(options: argparse.Namespace) -> int:
         ),
         kernels,
         nvtx_ranges(settings),
+        options.schedule,
+        settings.tune_cache,
     )
     with progress_bar("decoding eagerly"):
         eager.decode(prompts, 2)  # compiles kernels, fills caches
@@ -141,6 +152,7 @@ def run(options: argparse.Namespace) -> int:
         max_context=room,
         num_sequences=sequences,
         settings=settings,
+        schedule=options.schedule,
         tokens_per_launch=options.tokens_per_launch,
     )
     try:
@@ -167,6 +179,7 @@ def run(options: argparse.Namespace) -> int:
             "dtype": str(weights.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "recorder": decoder.manager.recorder.name,
+            "schedule": options.schedule,
             "kernels": {
                 "backend": backend.name,
                 "why": backend.why,
@@ -359,12 +372,21 @@ def _buckets(decoder: Decoder, served: ManagerStats) -> list[dict[str, Any]]:
             "mib": bucket.nbytes / 2**20,
             "capture_ms": bucket.capture_ms,
             "replay_ms": bucket.replay_ms,
+            "schedule": _schedule(decoder, bucket.size),
             "replays": counts[bucket.size].replays,
             "padding_rows": counts[bucket.size].padding_rows,
             "largest_difference": bucket.largest_difference,
         }
         for bucket in decoder.manager.report.buckets
     ]
+
+
+def _schedule(decoder: Decoder, size: int) -> dict[str, Any]:
+    """How the layers of a bucket run, and why."""
+    from graphcap.decode.plan_json import plan_to_json
+
+    choice = decoder.step.bucket_choice(size)
+    return {"source": choice.source, "why": choice.why, "plan": plan_to_json(choice.plan)}
 
 
 def _census(decoder: Decoder, batch: int) -> dict[str, Any] | None:

@@ -49,6 +49,8 @@ def print_decode(result: Mapping[str, Any]) -> None:
     recorded.title_justify = "left"
     for label in ("bucket", "operations", "KiB", "capture ms", "replays"):
         recorded.add_column(label, justify="right")
+    for label in ("layers", "chosen by"):
+        recorded.add_column(label)
     for entry in result["buckets"]:
         recorded.add_row(
             str(entry["size"]),
@@ -56,8 +58,11 @@ def print_decode(result: Mapping[str, Any]) -> None:
             f"{entry['mib'] * 1024:,.0f}",
             f"{entry['capture_ms']:.1f}",
             str(entry["replays"]),
+            entry["schedule"]["plan"]["layers"],
+            entry["schedule"]["source"],
         )
     console.print(recorded)
+    _print_reasons(console, result["buckets"])
     console.print(
         f"pool {result['pool_mib']:.2f} MiB (lower bound {result['pool_lower_bound_mib']:.2f}), "
         f"kernels: {result['kernels']['backend']}; replays are of all runs, prompts included"
@@ -73,6 +78,17 @@ def print_decode(result: Mapping[str, Any]) -> None:
         console.print("[yellow]raise --max-batch to have this batch recorded[/]")
     for size, why in result["failures"].items():
         console.print(f"[yellow]bucket {size} has no recording:[/] {escape(why)}")
+
+
+def _print_reasons(console: Console, buckets: Sequence[Mapping[str, Any]]) -> None:
+    """Why buckets run by their schedule, each reason once."""
+    sizes: dict[str, list[str]] = {}
+    for entry in buckets:
+        chosen = entry["schedule"]
+        sizes.setdefault(f"{chosen['source']}: {chosen['why']}", []).append(str(entry["size"]))
+    for reason, of in sizes.items():
+        label = "bucket" if len(of) == 1 else "buckets"
+        console.print(f"{label} {', '.join(of)}: {escape(reason)}", highlight=False)
 
 
 def print_census(result: Mapping[str, Any]) -> None:

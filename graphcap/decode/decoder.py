@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -145,9 +146,13 @@ class EagerDecoder:
         cache: PagedCache,
         kernels: DecodeKernels,
         ranges: Ranges | None = None,
+        schedule: str = "auto",
+        tune_cache: Path | None = None,
     ) -> None:
         self.pool = BufferPool(weights.device)
-        self.step = DecodeStep(weights, cache, kernels, self.pool, ranges)
+        self.step = DecodeStep(
+            weights, cache, kernels, self.pool, ranges, schedule, tune_cache=tune_cache
+        )
         self.cache = cache
         self.slots: dict[str, torch.Tensor] = {}
 
@@ -188,6 +193,7 @@ class Decoder:
             eagerly.
         ladder: None: what `settings.buckets` says.
         settings: None: read from the environment.
+        schedule: how layers run, see `DecodeStep`.
         tokens_per_launch: tokens that one call of the manager decodes; see `CaptureManager.run_many`.
         eos: token ids that end a sequence; what would follow is left out. Where several tokens come by
             one call, decoding stops with the call in which the last sequence ends.
@@ -207,6 +213,7 @@ class Decoder:
         block_size: int = 16,
         ladder: BucketLadder | None = None,
         settings: Settings | None = None,
+        schedule: str = "auto",
         tokens_per_launch: int = 1,
         eos: Sequence[int] = (),
     ) -> None:
@@ -227,7 +234,15 @@ class Decoder:
         )
         self.pool = BufferPool(weights.device)
         settings = Settings.from_env() if settings is None else settings
-        self.step = DecodeStep(weights, self.cache, kernels, self.pool, nvtx_ranges(settings))
+        self.step = DecodeStep(
+            weights,
+            self.cache,
+            kernels,
+            self.pool,
+            nvtx_ranges(settings),
+            schedule,
+            tune_cache=settings.tune_cache,
+        )
         self.inputs = StaticInputs(
             max_batch,
             decode_slots(

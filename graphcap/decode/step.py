@@ -8,13 +8,16 @@ consecutive tokens need nothing from the host but one launch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.delta_net import DeltaNet
+from graphcap.decode.fused_layer import fused_layers
 from graphcap.decode.kernels import DecodeKernels
 from graphcap.decode.rotary import rotary_table
+from graphcap.decode.schedule import PlanChoice, Plans, Schedule
 from graphcap.decode.shared_expert import SharedExpert
 from graphcap.decode.weights import (
     DeltaLayerWeights,
@@ -26,8 +29,9 @@ from graphcap.decode.weights import (
 from graphcap.errors import InputError
 from graphcap.inputs import PadPolicy, Slot
 from graphcap.moe.experts import RoutedExperts
+from graphcap.moe.kernels import ExpertKernels
 from graphcap.moe.ranges import Ranges
-from graphcap.operations import Operation
+from graphcap.operations import Operation, kernel_choices
 from graphcap.pool import BufferPool
 
 
@@ -67,9 +71,15 @@ class DecodeStep:
         kernels: the kernel backend.
         pool: where every intermediate comes from.
         ranges: marks the parts of MoE layers for a profiler; None: nothing is called.
+        schedule: how layers run: "plain", operation by operation; "fused" (see `fused_layer`), each
+            bucket by `plans`; or "auto", each by what was measured for it, here or for a packaged
+            table, else by rule (see `schedule`).
+        plans: of the fused schedule: the plan of a bucket; None: `default_plan`.
+        tune_cache: the folder of plans tuned here; None: see `cache_folder`.
 
     Raises:
-        InputError: the cache is not of the kernels' format, or the kernels cannot run a hybrid.
+        InputError: the cache is not of the kernels' format, or the kernels cannot run a hybrid, or the
+            schedule not this model.
     """
 
     def __init__(
@@ -79,6 +89,9 @@ class DecodeStep:
         kernels: DecodeKernels,
         pool: BufferPool,
         ranges: Ranges | None = None,
+        schedule: str = "auto",
+        plans: Plans | None = None,
+        tune_cache: Path | None = None,
     ) -> None:
         shape = weights.shape
         if cache.format != kernels.cache_format:
@@ -125,20 +138,36 @@ class DecodeStep:
             else None
             for layer in weights.layers
         ]
-        self._experts = [
+        self._ranges = ranges
+        self._experts = self._make_experts(kernels.experts)
+        self._schedule = Schedule(schedule, weights, cache, kernels, plans, tune_cache)
+        self._fused = fused_layers(
+            self._schedule, weights, cache, kernels, pool, self._make_experts, self.cos_sin
+        )
+        if self._schedule.may_fuse:
+            self.kernel_choices += kernel_choices(kernels.fused, {})
+
+    def bucket_choice(self, rows: int) -> PlanChoice:
+        """By which plan a bucket of `rows` runs, and why."""
+        return self._schedule.choice(rows)
+
+    def _make_experts(self, kernels: ExpertKernels) -> list[RoutedExperts | None]:
+        """The experts of every layer; None where it is dense."""
+        shape = self.weights.shape
+        return [
             RoutedExperts(
-                kernels.experts,
-                pool,
+                kernels,
+                self._pool,
                 layer.mlp.router,
                 layer.mlp.gate_up,
                 layer.mlp.down,
                 top_k=shape.top_k,
                 renormalize=shape.norm_topk_prob,
-                ranges=ranges,
+                ranges=self._ranges,
             )
             if isinstance(layer.mlp, ExpertWeights)
             else None
-            for layer in weights.layers
+            for layer in self.weights.layers
         ]
 
     def _delta_net(self, index: int, layer: LayerWeights | DeltaLayerWeights) -> DeltaNet | None:
@@ -168,6 +197,10 @@ class DecodeStep:
             hidden = pool.take("hidden", (rows, shape.hidden_size), weights.dtype)
             residual = pool.take("residual", (rows, shape.hidden_size), weights.dtype)
             pool.run(kernels.embedding, token_ids, weights.embedding, residual)
+            fused = self._fused(rows)
+            if fused is not None:
+                fused(hidden, residual, inputs)
+                return self._sample(hidden, inputs)
             slots, lengths = self._bounded(inputs)
             first = weights.layers[0].input_norm
             pool.run(self._norm, residual, first, hidden, eps)
@@ -183,21 +216,29 @@ class DecodeStep:
                 last = index + 1 == len(weights.layers)
                 norm = weights.final_norm if last else weights.layers[index + 1].input_norm
                 pool.run(self._add_norm, hidden, residual, norm, eps)
-            pool.release("residual")
-            logits = pool.take("logits", (rows, shape.vocab_size), weights.dtype)
-            pool.run(kernels.linear, hidden, weights.lm_head, None, logits)
-            sampled = pool.take("sampled_token_ids", (rows,), torch.int32)
-            pool.run(kernels.argmax, logits, sampled)
-            pool.run(
-                kernels.advance,
-                sampled,
-                token_ids,
-                inputs["positions"],
-                inputs["seq_lens"],
-                inputs["slot_mapping"],
-                inputs["block_tables"],
-                self.cache.block_size,
-            )
+            return self._sample(hidden, inputs)
+
+    def _sample(
+        self, hidden: torch.Tensor, inputs: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """hidden (M, H), normed -> the step's outputs; the slots become those of the next token."""
+        pool, kernels, weights = self._pool, self._kernels, self.weights
+        rows = hidden.shape[0]
+        pool.release("residual")
+        logits = pool.take("logits", (rows, weights.shape.vocab_size), weights.dtype)
+        pool.run(kernels.linear, hidden, weights.lm_head, None, logits)
+        sampled = pool.take("sampled_token_ids", (rows,), torch.int32)
+        pool.run(kernels.argmax, logits, sampled)
+        pool.run(
+            kernels.advance,
+            sampled,
+            inputs["token_ids"],
+            inputs["positions"],
+            inputs["seq_lens"],
+            inputs["slot_mapping"],
+            inputs["block_tables"],
+            self.cache.block_size,
+        )
         return {"token_ids": sampled, "logits": logits}
 
     def _attention(

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from graphcap.moe.grouped import (
@@ -18,6 +20,7 @@ from graphcap.moe.grouped import (
 )
 from graphcap.moe.kernels import ExpertKernels, PairKernels
 from graphcap.moe.ranges import FUSED_MOE, FUSED_MOE_WITH_TOP_K, ROUTER, TOP_K, Ranges
+from graphcap.operations import Operation
 from graphcap.pool import BufferPool
 
 __all__ = ["RoutedExperts", "block_size_m", "few_pairs", "fused_block_size", "sorted_length"]
@@ -98,10 +101,39 @@ class RoutedExperts:
             residual: (M, H), model dtype, neither `hidden` nor `out`: added to every row, padding
                 too, in the merge itself where the backend can (a shared expert's output).
         """
+        logits = self._take_logits(hidden)
+        self._run_router(self._kernels.router_gemm, hidden, self.router, logits)
+        self._from_logits(hidden, logits, row_ids, out, residual)
+
+    def after_norm(
+        self,
+        norm_router: Operation,
+        arguments: tuple[Any, ...],
+        hidden: torch.Tensor,
+        row_ids: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """The same with a router that also makes its input: `norm_router`, called with `arguments` and
+        the logits (M, E) float32, writes `hidden` and the logits."""
+        logits = self._take_logits(hidden)
+        self._run_router(norm_router, *arguments, logits)
+        self._from_logits(hidden, logits, row_ids, out, None)
+
+    def _take_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        shape = (hidden.shape[0], self.num_experts)
+        return self._pool.take("router_logits", shape, torch.float32)
+
+    def _from_logits(
+        self,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        row_ids: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> None:
+        """What follows the router; releases the logits."""
         pool, kernels = self._pool, self._kernels
         tokens, top_k = hidden.shape[0], self.top_k
-        logits = pool.take("router_logits", (tokens, self.num_experts), torch.float32)
-        self._run_router(kernels.router_gemm, hidden, self.router, logits)
         weights = pool.take("topk_weights", (tokens, top_k), torch.float32)
         ids = pool.take("topk_ids", (tokens, top_k), torch.int32)
         if kernels.pairs is not None and few_pairs(tokens, top_k, self.num_experts):

@@ -99,15 +99,19 @@ class GroupedExperts:
         tokens, top_k = ids.shape
         num_experts, width, inner = down.shape
         pairs = tokens * top_k
-        block = block_size_m(tokens)
+        block = block_size_m(tokens) if kernels.block is None else kernels.block
         length = sorted_length(pairs, num_experts, block)
         routing = self._aligned(ids, num_experts, length, -(-length // block), block)
 
-        cache1 = pool.take("cache1", (pairs, 2 * inner), hidden.dtype)
-        pool.run(self._gemm1, hidden, gate_up, *routing, cache1, top_k, block)
-        cache2 = pool.take("cache2", (pairs, inner), hidden.dtype)
-        pool.run(kernels.silu_and_mul, cache1, cache2)
-        pool.release("cache1")
+        if kernels.gated_gemm is not None:
+            cache2 = pool.take("cache2", (pairs, inner), hidden.dtype)
+            pool.run(kernels.gated_gemm, hidden, gate_up, *routing, cache2, top_k, block)
+        else:
+            cache1 = pool.take("cache1", (pairs, 2 * inner), hidden.dtype)
+            pool.run(self._gemm1, hidden, gate_up, *routing, cache1, top_k, block)
+            cache2 = pool.take("cache2", (pairs, inner), hidden.dtype)
+            pool.run(kernels.silu_and_mul, cache1, cache2)
+            pool.release("cache1")
         cache3 = pool.take("cache3", (tokens, top_k, width), hidden.dtype)
         pool.run(self._gemm2, cache2, down, *routing, cache3.view(pairs, -1), 1, block)
         pool.release("cache2", *_ROUTING)

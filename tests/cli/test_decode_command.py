@@ -31,6 +31,14 @@ def test_without_arguments(capsys):
     assert all(key in result for key in KEYS)
     assert (result["shape"], result["batch"], result["max_batch"]) == ("tiny", 3, 8)
     assert (result["bucket"], result["recorder"], result["device"]) == (4, "tape", "cpu")
+    assert result["schedule"] == "auto"
+    for bucket in result["buckets"]:
+        assert bucket["schedule"]["plan"] == {"layers": "plain"}
+        assert bucket["schedule"]["source"] == "not supported"
+        assert (
+            "expected triton kernels, found reference, which have no fused layer"
+            in bucket["schedule"]["why"]
+        )
     assert result["outputs_equal"] is True
     assert [len(tokens) for tokens in result["token_ids"]] == [32] * 3
     assert len({token for tokens in result["token_ids"] for token in tokens}) > 10
@@ -242,6 +250,29 @@ def test_bad_options_are_one_line_and_exit_code_2(capsys, arguments):
 def test_what_this_machine_cannot_do_is_said(capsys):
     assert main(["decode", "--recorder", "cuda"]) == 2
     assert "cannot capture" in capsys.readouterr().err
+
+
+@on_cpu
+def test_a_schedule_that_the_kernels_lack_is_refused_before_anything_is_drawn(capsys, monkeypatch):
+    monkeypatch.setattr(
+        "graphcap.decode.random_weights.random_weights", lambda *_, **__: pytest.fail("drawn")
+    )
+    assert main(["decode", "--schedule", "fused"]) == 2
+    assert (
+        "expected triton kernels, found reference, which have no fused layer"
+        in capsys.readouterr().err
+    )
+
+
+@on_cpu
+def test_the_fused_schedule(capsys, monkeypatch):
+    pytest.importorskip("triton", minversion="3.0")
+    monkeypatch.setenv("GRAPHCAP_KERNELS", "triton")  # interpreted: slow
+    arguments = ["--layers", "1", "--max-batch", "1", "--prompt-ids", "7,8", "--tokens", "2"]
+    result = decode(capsys, "--schedule", "fused", "--dtype", "float32", *arguments)
+    assert result["schedule"] == "fused"
+    assert "attend" in {choice["operation"] for choice in result["kernels"]["operations"]}
+    assert result["outputs_equal"] is True
 
 
 @on_cpu

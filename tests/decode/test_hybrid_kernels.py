@@ -339,10 +339,12 @@ def test_tokens_one_by_one_are_those_of_transformers(
         found.append(out)
     whole = modeling.causal_conv1d_fn(x.T[None], weight, activation="silu")[0].T
     q, k, v = whole.split((gk * dk, gk * dk, gv * dv), 1)
+    # Newer versions repeat heads inside the function, older ones before they call it.
+    q, k = (part.reshape(1, tokens, gk, dk).repeat_interleave(gv // gk, 2) for part in (q, k))
     g = -decay_log.float().exp() * torch.nn.functional.softplus(rate.float() + time_bias)
     expected, last = modeling.torch_chunk_gated_delta_rule(
-        q.reshape(1, tokens, gk, dk),
-        k.reshape(1, tokens, gk, dk),
+        q,
+        k,
         v.reshape(1, tokens, gv, dv),
         g=g[None],
         beta=beta.sigmoid()[None],

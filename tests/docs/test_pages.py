@@ -148,6 +148,15 @@ def test_figures_of_the_decode_step():
     said(f"{capture['pool_mib']:.2f} MiB up to 32 rows, equal to its lower bound")
 
 
+def test_figures_of_tuned_plans():
+    table = json.loads((ROOT / "graphcap" / "tuning" / "tables" / "h200_seed-64.json").read_text())
+    said(f"H200 with the shape `{table['shape']}`")
+    rows = {bucket["rows"]: bucket for bucket in table["buckets"] if bucket["context"] == 256}
+    for bucket in (rows[1], rows[8], rows[32]):
+        times = (f"{bucket[name]:.2f}" for name in ("plain_ms", "default_ms", "ms"))
+        said(f"| {bucket['rows']} | {' | '.join(times)} |")
+
+
 def test_figures_under_vllm():
     modes = {mode["mode"]: mode for mode in result("vllm_seed-64_h200.json")["modes"]}
     ours, default = modes["graphcap"], modes["default"]

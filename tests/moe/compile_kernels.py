@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 from graphcap.decode.delta_shape import DeltaShape
 from graphcap.decode.kernels import triton as decode
 from graphcap.decode.kernels import triton_hybrid as hybrid
+from graphcap.decode.kernels.triton_fused_linear import DotTile
 from graphcap.moe.kernels import triton as moe
 from graphcap.moe.kernels import triton_pdl
 from graphcap.operations import Operation
@@ -141,6 +142,39 @@ def decode_layer(
     call(decode.advance, ids, ids, longs, ids, longs, tables, 16)
 
 
+def fused_layer(
+    m: int, heads: int, kv_heads: int, d: int, h: int, e: int, table: int, dtype: torch.dtype
+) -> None:
+    width = (heads + 2 * kv_heads) * d
+    x, norm = empty(m, h, dtype=dtype), empty(h, dtype=dtype)
+    qkv, out = empty(m, width, dtype=dtype), empty(m, heads, d, dtype=dtype)
+    w, bias = empty(width, h, dtype=dtype), empty(width, dtype=dtype)
+    call(decode.norm_qkv, x, x, norm, 1e-6, w, None, qkv, x)
+    call(decode.norm_qkv, x, None, norm, 1e-6, w, bias, qkv, None)
+    of_head, ids, longs = empty(d, dtype=dtype), empty(m), empty(m, dtype=torch.int64)
+    cache = empty(1000, 16, kv_heads, d, dtype=dtype)
+    tables, angles = empty(m, table), empty(4096, d, dtype=dtype)
+    slots = (longs, longs, tables, ids)
+    call(decode.attend, qkv, of_head, of_head, angles, *slots, cache, cache, out, 1e-6, 0.1)
+    call(decode.output_residual, out.view(m, -1), empty(h, heads * d, dtype=dtype), None, x)
+    logits = empty(m, e, dtype=torch.float32)
+    call(decode.norm_router, x, norm, 1e-6, empty(e, h, dtype=dtype), x, logits)
+    call(decode.project, x, w, bias, qkv)
+    if h * dtype.itemsize % 128 == 0:
+        call(decode.project, x, w, None, qkv, DotTile(16, 128, 4, 4, early=True))
+    call(decode.fused_add_rms_norm, x, x, norm, 1e-6, True)
+    ids = empty(m, 8)
+    lists = (empty(m * 8 * 16), empty(m * 8), empty(1))
+    call(moe.topk_softmax, logits, longs, empty(m, 8, dtype=torch.float32), ids, True, True)
+    call(moe.align, ids, *lists, e, 16, True)
+    gated = empty(m * 8, h // 4, dtype=dtype)
+    call(decode.gated_gemm, x, empty(e, h // 2, h, dtype=dtype), *lists, gated, 8, 16)
+    pairs = empty(m, 8, h, dtype=dtype)
+    down = empty(e, h, h // 4, dtype=dtype)
+    call(moe.expert_gemm, gated, down, *lists, pairs.view(m * 8, h), 1, 16, None, True)
+    call(moe.merge, pairs, empty(m, 8, dtype=torch.float32), ids, x, True)
+
+
 def hybrid_layers(
     m: int, delta: DeltaShape, heads: int, d: int, h: int, dtype: torch.dtype
 ) -> None:
@@ -180,6 +214,13 @@ def main() -> None:
     decode_layer(32, 32, 4, 128, 2048, 151936, 8, torch.bfloat16)
     decode_layer(3, 5, 1, 40, 200, 999, 100, torch.float16)
     decode_layer(1, 16, 2, 256, 2048, 151936, 256, torch.float32)
+    for m in (1, 8, 32):
+        fused_layer(m, 16, 2, 128, 2048, 256, 16, torch.bfloat16)
+    fused_layer(1, 16, 2, 128, 2048, 256, 256, torch.bfloat16)
+    fused_layer(1, 32, 4, 128, 2048, 128, 16, torch.bfloat16)
+    fused_layer(4, 16, 2, 256, 2048, 256, 256, torch.bfloat16)
+    fused_layer(3, 5, 1, 40, 200, 7, 100, torch.float16)
+    fused_layer(1, 16, 2, 128, 2048, 256, 256, torch.float32)
     qwen36 = DeltaShape(16, 32, 128, 128, 4)
     hybrid_layers(1, qwen36, 16, 256, 2048, torch.bfloat16)
     hybrid_layers(64, qwen36, 16, 256, 2048, torch.bfloat16)

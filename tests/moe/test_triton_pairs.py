@@ -192,17 +192,17 @@ def test_tiles() -> None:
     assert routes_early(1, True)
     assert not routes_early(1, False)
     assert not routes_early(2, True)
-    assert gate_up_tile(2048, 2) == (1, 2048)
-    assert down_tile(1, 8, 512, 2) == (1, 512)
-    assert down_tile(2, 8, 512, 2) == (2, 512)
+    assert gate_up_tile(2048, 2) == (1, 2048, 64)
+    assert down_tile(1, 8, 512, 2) == (1, 512, 0)
+    assert down_tile(2, 8, 512, 2) == (2, 512, 0)
     for size in (1, 8, 40, 256, 360, 512, 768, 2048, 2880, 4096, 7168, 14336):
         for itemsize in (2, 4):
-            rows, depth = gate_up_tile(size, itemsize)
+            rows, depth, _ = gate_up_tile(size, itemsize)
             assert rows * depth * itemsize <= 4096
             assert depth <= 256 or size % depth == 0
             for tokens in (1, 8):
                 for k in (1, 2, 6, 8, 10, 16):
-                    rows, depth = down_tile(tokens, k, size, itemsize)
+                    rows, depth, _ = down_tile(tokens, k, size, itemsize)
                     # Registers: a warp holds 8 KiB in 64 of each thread.
                     assert rows * depth * k * itemsize <= (8192 if tokens == 1 else 16384)
                     assert depth <= 256 or size % depth == 0

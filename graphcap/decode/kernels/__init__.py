@@ -13,6 +13,19 @@ from graphcap.operations import KernelChoice, Operation, kernel_choices
 
 
 @dataclass(frozen=True)
+class FusedLayerKernels:
+    """What the fused schedule runs of a layer besides its experts (see `fused_layer`); signatures as in
+    `triton_fused_linear` and `triton_fused_attention`."""
+
+    norm_qkv: Operation
+    attend: Operation
+    output_residual: Operation
+    norm_router: Operation
+    project: Operation
+    gated_gemm: Operation
+
+
+@dataclass(frozen=True)
 class DecodeKernels:
     """The operations that `DecodeStep` is built from; signatures as in `reference`.
 
@@ -23,6 +36,7 @@ class DecodeKernels:
         cache_format: of the cache that cache write and attention work on.
         takes_views: norm, rotary and attention take views of a fused buffer; otherwise queries and
             keys are copied out of it.
+        fused: for the fused schedule; None: the backend has none.
         notes: name of a field -> why it is not the backend's own kernel.
         hybrid: what hybrids need beyond these; None: the backend cannot run them.
     """
@@ -40,6 +54,7 @@ class DecodeKernels:
     bound: Operation | None = None
     cache_format: CacheFormat = CacheFormat()  # noqa: RUF009 - frozen
     takes_views: bool = True
+    fused: FusedLayerKernels | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
     hybrid: HybridKernels | None = None
 
@@ -60,6 +75,16 @@ def decode_kernels(backend: Backend) -> DecodeKernels:
 
         return bind(load_library(), decode_kernels(Backend(backend.stand_in, "stands in")))
     module = import_module(f"graphcap.decode.kernels.{backend.name}")
+    fused = None
+    if hasattr(module, "norm_qkv"):
+        fused = FusedLayerKernels(
+            module.norm_qkv,
+            module.attend,
+            module.output_residual,
+            module.norm_router,
+            module.project,
+            module.gated_gemm,
+        )
     return DecodeKernels(
         expert_kernels(backend),
         module.embedding,
@@ -71,5 +96,6 @@ def decode_kernels(backend: Backend) -> DecodeKernels:
         module.attention,
         module.argmax,
         module.advance,
+        fused=fused,
         hybrid=hybrid_kernels(backend.name),
     )

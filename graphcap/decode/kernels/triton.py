@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs
 """The operations of the decode step outside the MoE layer, in Triton and cuBLAS.
 
-Norms live in `triton_norm`, attention in `triton_attention`, sampling in `triton_sampling`. Every
-function writes into its out-parameters, allocates nothing and never waits for the device.
+Norms live in `triton_norm`, attention in `triton_attention`, sampling in `triton_sampling`, the fused
+layer in `triton_fused_linear` and `triton_fused_attention`. Every function writes into its
+out-parameters, allocates nothing and never waits for the device.
 """
 
 import torch
@@ -10,6 +11,13 @@ import triton
 import triton.language as tl
 
 from graphcap.decode.kernels.triton_attention import attention
+from graphcap.decode.kernels.triton_fused_attention import attend
+from graphcap.decode.kernels.triton_fused_linear import (
+    norm_qkv,
+    norm_router,
+    output_residual,
+    project,
+)
 from graphcap.decode.kernels.triton_norm import (
     fused_add_rms_norm,
     heads_per_program,
@@ -18,16 +26,23 @@ from graphcap.decode.kernels.triton_norm import (
 )
 from graphcap.decode.kernels.triton_sampling import advance, argmax
 from graphcap.moe.kernels.triton import silu_and_mul
+from graphcap.moe.kernels.triton_gemm import gated_gemm
 from graphcap.operations import operation
 
 __all__ = [
     "advance",
     "argmax",
+    "attend",
     "attention",
     "cache_write",
     "embedding",
     "fused_add_rms_norm",
+    "gated_gemm",
     "linear",
+    "norm_qkv",
+    "norm_router",
+    "output_residual",
+    "project",
     "rms_norm",
     "rotary_embedding",
     "silu_and_mul",

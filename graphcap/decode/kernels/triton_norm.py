@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graphcap.moe.kernels.triton_pdl import let_next_start, pdl_options, wait_for_previous
 from graphcap.operations import operation
 
 
@@ -59,6 +60,7 @@ def _fused_add_rms_norm_kernel(
     ADD_ONE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     d = tl.arange(0, BLOCK_D)
@@ -66,9 +68,11 @@ def _fused_add_rms_norm_kernel(
     x_at = x_ptr + row * x_row + d[None, :]
     residual_at = residual_ptr + row * residual_row + d[None, :]
     mask = (d < D)[None, :]
+    weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
+    wait_for_previous(PDL)
+    let_next_start(PDL)
     x = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
     residual = tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)
     total = (residual + x).to(dtype)
     tl.store(residual_at, total, mask=mask)
     value = _normalized(total.to(tl.float32), weight, eps, D, dtype, ADD_ONE)
@@ -114,7 +118,12 @@ def _run_rms_norm(
 
 
 def _run_fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, add_one: bool
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    add_one: bool,
+    pdl: bool = False,
 ) -> None:
     m, d = x.shape
     block_d = triton.next_power_of_2(d)
@@ -129,6 +138,7 @@ def _run_fused_add_rms_norm(
         D=d,
         BLOCK_D=block_d,
         num_warps=warps(block_d),
+        **(pdl_options(x) if pdl else {"PDL": False}),
     )
 
 
@@ -149,13 +159,18 @@ def centred_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, e
 
 @operation("fused_add_rms_norm", "triton: fused_add_rms_norm")
 def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    pdl: bool = False,
 ) -> None:
     """In place: residual += x, rounded to the model's dtype; x = rms_norm(residual) * weight.
 
-    x and residual (M, D) with contiguous rows, weight (D,).
+    x and residual (M, D) with contiguous rows, weight (D,). With `pdl` the weight is read while the
+    kernel before may still be running.
     """
-    _run_fused_add_rms_norm(x, residual, weight, eps, False)
+    _run_fused_add_rms_norm(x, residual, weight, eps, False, pdl)
 
 
 @operation("fused_add_rms_norm", "triton: centred_fused_add_rms_norm")

@@ -57,6 +57,8 @@ class ExpertKernels:
 
     Attributes:
         notes: name of a field -> why it is not the backend's own kernel.
+        gated_gemm: `expert_gemm` and `silu_and_mul` in one, where a plan wants it.
+        block: rows of a block of `align`; None: `block_size_m`.
     """
 
     name: str
@@ -68,6 +70,8 @@ class ExpertKernels:
     merge: Operation
     pairs: PairKernels | None = None
     fused: FusedGemm | None = None
+    gated_gemm: Operation | None = None
+    block: int | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def choices(self) -> tuple[KernelChoice, ...]:

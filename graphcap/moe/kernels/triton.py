@@ -13,6 +13,7 @@ import triton.language as tl
 from graphcap.moe.kernels.triton_align import align
 from graphcap.moe.kernels.triton_gemm import expert_gemm, router_gemm
 from graphcap.moe.kernels.triton_pairs import pair_down, pair_gate_up
+from graphcap.moe.kernels.triton_pdl import let_next_start, pdl_options, wait_for_previous
 from graphcap.moe.kernels.triton_topk import topk_softmax
 from graphcap.operations import operation
 
@@ -49,7 +50,10 @@ def _merge_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
+    let_next_start(PDL)
     row = tl.program_id(1)
     h = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -74,7 +78,13 @@ def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
 
 
 @operation("merge", "triton: merge")
-def merge(pairs: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+def merge(
+    pairs: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    pdl: bool = False,
+) -> None:
     """out (M, H) = sum over k of weights (M, K) float32 * pairs (M, K, H), float32 accumulation.
 
     Only pairs with ids (M, K) int32 >= 0 are read; a row without any gives zeros. `pairs`, `weights`
@@ -83,5 +93,14 @@ def merge(pairs: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, out: to
     m, k, h = pairs.shape
     block = min(256, triton.next_power_of_2(h))
     _merge_kernel[(triton.cdiv(h, block), m)](
-        pairs, weights, ids, out, out.stride(0), H=h, K=k, BLOCK=block, num_warps=2
+        pairs,
+        weights,
+        ids,
+        out,
+        out.stride(0),
+        H=h,
+        K=k,
+        BLOCK=block,
+        num_warps=2,
+        **(pdl_options(out) if pdl else {"PDL": False}),
     )

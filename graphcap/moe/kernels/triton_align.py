@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graphcap.moe.kernels.triton_pdl import let_next_start, pdl_options, wait_for_previous
 from graphcap.operations import operation
 
 PAIRWISE_MAX = 128
@@ -38,7 +39,10 @@ def _align_pairwise_kernel(
     BLOCK: tl.constexpr,
     BLOCK_PAD: tl.constexpr,
     PAIRS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
+    let_next_start(PDL)
     # The same pairs along both axes; r is the pair that looks for its place, c those it looks at.
     lane = tl.arange(0, PAIRS_PAD)
     expert = tl.load(ids_ptr + lane, mask=lane < pairs, other=-1)
@@ -85,7 +89,10 @@ def _align_experts_kernel(
     BLOCK_PAD: tl.constexpr,
     E_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
+    let_next_start(PDL)
     me = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     counts = tl.zeros((E_PAD,), tl.int32)
@@ -125,6 +132,7 @@ def align(
     padded_count: torch.Tensor,
     num_experts: int,
     block: int,
+    pdl: bool = False,
 ) -> None:
     """Group the pairs p = m*K + k of ids (M, K) by expert, each group in whole blocks of `block`.
 
@@ -133,6 +141,7 @@ def align(
     padded_count (1,): how many entries of sorted_ids are used, a multiple of `block`.
     All int32 and contiguous. Pairs whose id is -1 are dropped. All of P and B is written.
     """
+    options = pdl_options(ids) if pdl else {"PDL": False}
     pairs = ids.numel()
     capacity = sorted_ids.shape[0]
     blocks = expert_ids.shape[0]
@@ -150,6 +159,7 @@ def align(
             BLOCK_PAD=block_pad,
             PAIRS_PAD=max(16, triton.next_power_of_2(pairs)),
             num_warps=4,
+            **options,
         )
         return
     _align_experts_kernel[(num_experts,)](
@@ -166,4 +176,5 @@ def align(
         E_PAD=triton.next_power_of_2(num_experts + 1),
         CHUNK=min(2048, triton.next_power_of_2(pairs)),
         num_warps=4,
+        **options,
     )

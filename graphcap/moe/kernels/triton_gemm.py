@@ -160,7 +160,11 @@ def _expert_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     WIDEN: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
+    let_next_start(PDL)
     block = tl.program_id(1)
     expert = tl.load(expert_ids_ptr + block)
     if (block * BLOCK >= tl.load(count_ptr)) | (expert < 0):
@@ -173,8 +177,10 @@ def _expert_gemm_kernel(
     # Columns beyond N read column N - 1 again and are not stored: cheaper than a mask on every load.
     column = tl.minimum(n, N - 1)
     a_rows = a_ptr + row.to(tl.int64)[:, None] * a_stride
-    w_columns = w_ptr + expert.to(tl.int64) * (N * C) + column[None, :] * C
+    matrices: tl.constexpr = 2 if GATED else 1
+    w_columns = w_ptr + expert.to(tl.int64) * (matrices * N * C) + column[None, :] * C
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    ups = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, C, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
         if C % BLOCK_C == 0:
@@ -187,6 +193,16 @@ def _expert_gemm_kernel(
             a = a.to(tl.float32)
             w = w.to(tl.float32)
         total = tl.dot(a, w, total, input_precision="ieee")
+        if GATED:
+            if C % BLOCK_C == 0:
+                up = tl.load(w_columns + N * C + c[:, None])
+            else:
+                up = tl.load(w_columns + N * C + c[:, None], mask=(c < C)[:, None], other=0.0)
+            if WIDEN:
+                up = up.to(tl.float32)
+            ups = tl.dot(a, up, ups, input_precision="ieee")
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * ups
     tl.store(
         out_ptr + pair.to(tl.int64)[:, None] * N + n[None, :],
         total.to(out_ptr.dtype.element_ty),
@@ -254,23 +270,62 @@ def expert_gemm(
     out: torch.Tensor,
     pairs_per_row: int,
     block: int,
+    tile: Tile | None = None,
+    pdl: bool = False,
 ) -> None:
     """For every pair p in `sorted_ids`: out[p] = a[p // pairs_per_row] @ weight[expert of p].T.
 
     a (R, C), weight (E, N, C) contiguous, out (M*K, N) contiguous: one dtype, float32 accumulation.
     `sorted_ids`, `expert_ids` and `padded_count` are int32, as `align` writes them for this `block`.
-    Rows of `out` whose pair was dropped keep what they held.
+    Rows of `out` whose pair was dropped keep what they held. `tile` None: `expert_tile`.
     """
-    pairs = out.shape[0]
-    _, n, c = weight.shape
+    routing = (sorted_ids, expert_ids, padded_count)
+    _launch_experts(a, weight, routing, out, pairs_per_row, block, tile, pdl, False)
+
+
+@operation("fused_moe w1", "triton: gated_gemm")
+def gated_gemm(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    sorted_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    padded_count: torch.Tensor,
+    out: torch.Tensor,
+    pairs_per_row: int,
+    block: int,
+    tile: Tile | None = None,
+    pdl: bool = False,
+) -> None:
+    """`expert_gemm` with silu_and_mul: out[p] (I,) = silu(gate) * up, weight (E, 2I, C) holding gate rows,
+    then up rows. Accumulated in float32 and rounded once, at the end."""
+    routing = (sorted_ids, expert_ids, padded_count)
+    _launch_experts(a, weight, routing, out, pairs_per_row, block, tile, pdl, True)
+
+
+def _launch_experts(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    routing: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    pairs_per_row: int,
+    block: int,
+    tile: Tile | None,
+    pdl: bool,
+    gated: bool,
+) -> None:
+    pairs, n = out.shape
+    c = weight.shape[2]
+    expert_ids = routing[1]
     blocks = min(pairs, expert_ids.shape[0])
-    tile = expert_tile(pairs, blocks, n, c, a.element_size(), block)
+    if tile is None:
+        # Gate and up of a gated product are two tiles of weights.
+        tile = expert_tile(pairs, blocks, n, c, a.element_size(), block)
+        if gated:
+            tile = tile._replace(n=max(16, tile.n // 2))
     _expert_gemm_kernel[(triton.cdiv(n, tile.n), blocks)](
         a,
         weight,
-        sorted_ids,
-        expert_ids,
-        padded_count,
+        *routing,
         out,
         pairs,
         a.stride(0),
@@ -282,6 +337,8 @@ def expert_gemm(
         BLOCK_N=tile.n,
         BLOCK_C=tile.k,
         WIDEN=interpreted(a),
+        GATED=gated,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **(pdl_options(a) if pdl else {"PDL": False}),
     )

@@ -9,7 +9,7 @@ cheap enough to be made again in each of them, which saves the kernels of top-k 
 Tile sizes depend on static shapes only.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,17 +22,19 @@ from graphcap.operations import operation
 
 class PairTile(NamedTuple):
     """How much one warp takes: `rows` of a pair's weights (of all K pairs in `pair_down`), `depth`
-    elements of each at a time."""
+    elements of each at a time, and the registers a thread may use, 0 as many as it likes."""
 
     rows: int
     depth: int
+    registers: int = 0
 
 
 def gate_up_tile(h: int, itemsize: int) -> PairTile:
     """The tile of `pair_gate_up`: 4 KiB of gate and as much of up, one row where rows are long."""
     wanted = 4096 // itemsize
     depth = _reach(h, wanted)
-    return PairTile(min(16, wanted // depth), depth)
+    # With 64 registers a multiprocessor takes 32 programs, its most.
+    return PairTile(min(16, wanted // depth), depth, 64)
 
 
 def down_tile(tokens: int, k: int, i: int, itemsize: int) -> PairTile:
@@ -239,6 +241,8 @@ def pair_gate_up(
     weights: torch.Tensor,
     ids: torch.Tensor,
     renormalize: bool,
+    pdl: bool = True,
+    tile: PairTile | None = None,
 ) -> None:
     """`topk_softmax`, the first expert product and silu_and_mul, for every pair by itself.
 
@@ -258,10 +262,10 @@ def pair_gate_up(
     e = logits.shape[1]
     m, k = ids.shape
     h, inner = gate_up.shape[2], act.shape[1]
-    tile = gate_up_tile(h, hidden.element_size())
-    options = pdl_options(hidden)
-    if options["PDL"]:  # an NVIDIA device, whose multiprocessors then take 32 programs, their most
-        options["maxnreg"] = 64
+    tile = gate_up_tile(h, hidden.element_size()) if tile is None else tile
+    options: dict[str, Any] = pdl_options(hidden) if pdl else {"PDL": False}
+    if tile.registers and pdl_options(hidden)["PDL"]:  # an NVIDIA device
+        options["maxnreg"] = tile.registers
     _pair_gate_up_kernel[(m * k, 1 + triton.cdiv(inner, tile.rows))](
         hidden,
         logits,
@@ -295,6 +299,8 @@ def pair_down(
     down: torch.Tensor,
     out: torch.Tensor,
     renormalize: bool,
+    pdl: bool = True,
+    tile: PairTile | None = None,
 ) -> None:
     """The second expert product and the merge: out[m] = sum over k of weights[m, k] * down[ids[m, k]] @
     act[m*K + k], in float32 and in a fixed order; zeros for padding.
@@ -311,8 +317,10 @@ def pair_down(
     m, k = ids.shape
     e, h, inner = down.shape
     k_pad = triton.next_power_of_2(k)
-    tile = down_tile(m, k, inner, act.element_size())
-    options = pdl_options(act)
+    tile = down_tile(m, k, inner, act.element_size()) if tile is None else tile
+    options: dict[str, Any] = pdl_options(act) if pdl else {"PDL": False}
+    if tile.registers and pdl_options(act)["PDL"]:
+        options["maxnreg"] = tile.registers
     _pair_down_kernel[(m, triton.cdiv(h, tile.rows))](
         act,
         logits,

@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from graphcap.moe.kernels.triton_pdl import let_next_start, pdl_options, wait_for_previous
 from graphcap.operations import operation
 
 REMOVED = tl.constexpr(-2147483648)
@@ -81,8 +82,11 @@ def _topk_softmax_kernel(
     E_PAD: tl.constexpr,
     K_PAD: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
+    wait_for_previous(PDL)
+    let_next_start(PDL)
     real = tl.load(row_ids_ptr + row) >= 0
     ids, weights = choose_experts(logits_ptr + row * stride, real, E, K, E_PAD, K_PAD, RENORMALIZE)
     slot = tl.arange(0, K_PAD)
@@ -97,6 +101,7 @@ def topk_softmax(
     weights: torch.Tensor,
     ids: torch.Tensor,
     renormalize: bool,
+    pdl: bool = False,
 ) -> None:
     """Softmax of logits (M, E) float32 over E, then its top K: weights (M, K) float32, ids int32.
 
@@ -117,4 +122,5 @@ def topk_softmax(
         K_PAD=triton.next_power_of_2(k),
         RENORMALIZE=renormalize,
         num_warps=1,  # reductions then stay inside a warp
+        **(pdl_options(logits) if pdl else {"PDL": False}),
     )

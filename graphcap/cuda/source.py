@@ -1,0 +1,186 @@
+"""CUDA C++ of this package: compiled at run time by NVRTC, which torch brings along, and launched through
+the driver (``cuda-bindings``). No compiler has to be installed; nothing is built before it is used."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Union
+
+import torch
+
+from graphcap.errors import BackendError
+
+Argument = Union[torch.Tensor, float, None]  # noqa: UP007 - evaluated, also by Python 3.10
+"""Of a kernel: a tensor's address, a float of 32 bits, or no address."""
+
+Constants = tuple[tuple[str, str], ...]
+"""Name -> value of what is compiled into a kernel."""
+
+HERE = Path(__file__).parent
+COMMON = "common.cuh"
+
+UNASKED_SHARED_MEMORY = 48 * 1024
+"""Bytes of dynamic shared memory that a block of any kernel may have (CUDA C++ programming guide)."""
+
+CAPABILITY = (9, 0)
+"""The least compute capability: of bulk copies, and of programmatic dependent launch."""
+
+
+def obstacle(device: torch.device) -> str:
+    """Why no kernel of this package can be compiled for `device`; empty where they can."""
+    if device.type != "cuda" or torch.version.cuda is None or "corex" in torch.__version__:
+        return f"they need an NVIDIA device, found {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        return "they need compute capability 9.0, found {}.{}".format(*capability)
+    try:
+        libraries()
+    except BackendError as error:
+        return str(error.args[0])
+    return ""
+
+
+@cache
+def libraries() -> tuple[Any, Any]:
+    """(driver, nvrtc) of cuda-bindings.
+
+    Raises:
+        BackendError: one of them cannot be loaded; says how to install them.
+    """
+    try:
+        from cuda.bindings import driver, nvrtc
+
+        nvrtc.nvrtcVersion()  # the first call loads the library itself
+    except Exception as error:  # cuda-bindings raises whatever its search for the library raises
+        raise BackendError(
+            f"kernels in CUDA C++ need cuda-bindings and NVRTC, which cannot be loaded ({error}); install "
+            f"them with: pip install 'vllm-graphcap[cuda]'"
+        ) from error
+    return driver, nvrtc
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    """A function of a source, compiled and loaded on one device.
+
+    Attributes:
+        function: the driver's handle.
+        grid, threads: blocks, and threads of a block.
+        shared: bytes of dynamic shared memory of a block.
+        pdl: whether it may start while the kernel before is finishing (programmatic dependent launch).
+    """
+
+    name: str
+    function: Any
+    grid: int
+    threads: int
+    shared: int = 0
+    pdl: bool = True
+
+    def launch(self, device: torch.device, *arguments: Argument) -> None:
+        """Launch on the current stream of `device`. All memory is the caller's.
+
+        Raises:
+            BackendError: the driver refuses.
+        """
+        driver, _ = libraries()
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared
+        config.hStream = driver.CUstream(torch.cuda.current_stream(device).cuda_stream)
+        if self.pdl:
+            early = driver.CUlaunchAttribute()
+            ids = driver.CUlaunchAttributeID
+            early.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [early], 1
+        values, types = zip(*map(_passed, arguments), strict=True)
+        asked(driver.cuLaunchKernelEx(config, self.function, (values, types), 0), self.name)
+
+
+def _passed(argument: Argument) -> tuple[float, Any]:
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr(), ctypes.c_void_p
+    if argument is None:
+        return 0, ctypes.c_void_p
+    return argument, ctypes.c_float
+
+
+@cache
+def function(
+    source: str, name: str, constants: Constants, device: torch.device, shared: int
+) -> Any:
+    """The function `name` of `source`, a file beside this one, with `constants`; compiled and loaded on
+    `device` once, and never unloaded, since graphs hold it.
+
+    Args:
+        shared: bytes of dynamic shared memory that a block may have. Multiprocessors that run the
+            function give all they can to shared memory: kernels that want different shares cannot be on
+            one at a time, and one of these would have to wait for the other.
+
+    Raises:
+        BackendError: it cannot be compiled or loaded; says why.
+    """
+    driver, _ = libraries()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # has torch make its context the current one
+        code = compiled(source, constants, torch.cuda.get_device_capability(device))
+        module = asked(driver.cuModuleLoadData(code), source)
+        found = asked(driver.cuModuleGetFunction(module, name.encode()), name)
+        attributes = driver.CUfunction_attribute
+        share = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        asked(driver.cuFuncSetAttribute(found, share, 100), name)
+        if shared > UNASKED_SHARED_MEMORY:
+            most = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            asked(driver.cuFuncSetAttribute(found, most, shared), name)
+    return found
+
+
+@cache
+def compiled(source: str, constants: Constants, capability: tuple[int, int]) -> bytes:
+    """Machine code of `source`. Needs no device."""
+    _, nvrtc = libraries()
+    text = b"\n".join((HERE / name).read_bytes() for name in (COMMON, source))
+    program = asked(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []), source)
+    try:
+        options = ["--gpu-architecture=sm_{}{}".format(*capability)]
+        options += [f"--define-macro={name}={value}" for name, value in constants]
+        encoded = [option.encode() for option in options]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        if status.value:
+            log = b" " * asked(nvrtc.nvrtcGetProgramLogSize(program), source)
+            asked(nvrtc.nvrtcGetProgramLog(program, log), source)
+            raise BackendError(
+                f"{source}: expected NVRTC to compile it, found {status.name}: "
+                f"{log.decode(errors='replace').strip()}"
+            )
+        code = b" " * asked(nvrtc.nvrtcGetCUBINSize(program), source)
+        asked(nvrtc.nvrtcGetCUBIN(program, code), source)
+        return code
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def as_constants(values: Mapping[str, int | str]) -> Constants:
+    """Switches as 1 and 0."""
+    return tuple(
+        (name, value if isinstance(value, str) else str(int(value)))
+        for name, value in values.items()
+    )
+
+
+def asked(answer: tuple[Any, ...], what: str) -> Any:
+    """The result of a call of cuda-bindings, whose first value is its status.
+
+    Raises:
+        BackendError: the status is a failure.
+    """
+    status, *result = answer
+    if status.value:
+        raise BackendError(f"{what}: expected the driver to take it, found {status.name}")
+    return result[0] if result else None

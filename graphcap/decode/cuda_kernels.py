@@ -1,0 +1,63 @@
+"""Which kernels in CUDA C++ can serve a model on a device, and those of a plan that cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from graphcap.decode.kernels import cuda_linear
+from graphcap.decode.layer_plan import CUDA_TILES, LayerPlan
+from graphcap.decode.model_shape import ModelShape
+from graphcap.moe.kernels import cuda_down
+
+
+def cuda_obstacles(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    plan: LayerPlan | None = None,
+) -> Mapping[str, str]:
+    """Name of a kernel of `plan` that it wants in CUDA C++ -> why that cannot serve. Without a plan: of
+    every kernel that there is in CUDA C++, with a tile of its own."""
+    tiles = {} if plan is None else plan.tiles
+    found = {}
+    for name in CUDA_TILES if plan is None else plan.in_cuda:
+        if rows != 1:
+            reason = f"they take one row, found {rows}"
+        elif plan is not None and plan.layers != "fused":
+            reason = f"they are of schedule 'fused', found {plan.layers!r}"
+        elif name == "pair_down":
+            reason = cuda_down.why_not(
+                shape.num_experts,
+                shape.hidden_size,
+                shape.moe_intermediate_size,
+                shape.top_k,
+                dtype,
+                device,
+                tiles.get(name),
+            )
+        else:
+            heads = shape.num_heads * shape.head_dim
+            columns = heads if name == "output_residual" else shape.hidden_size
+            reason = cuda_linear.why_not(columns, dtype, device, tiles.get(name))
+        if reason:
+            found[name] = reason
+    return found
+
+
+def cuda_plan(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> LayerPlan | None:
+    """A plan of one row with every kernel in CUDA C++ that can serve; None: none can."""
+    obstacles = cuda_obstacles(shape, dtype, device, 1)
+    outputs = {
+        "norm_qkv": (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim,
+        "output_residual": shape.hidden_size,
+        "norm_router": shape.num_experts,
+    }
+    tiles: dict[str, object] = {
+        name: cuda_linear.rows_tile(count) for name, count in outputs.items()
+    }
+    tiles["pair_down"] = cuda_down.down_tile(shape.moe_intermediate_size, shape.top_k)
+    serving = {name: tile for name, tile in tiles.items() if name not in obstacles}
+    return LayerPlan("fused", tiles=serving) if serving else None

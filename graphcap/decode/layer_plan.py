@@ -1,0 +1,206 @@
+"""How the layers of one bucket run: which schedule, by which tiles, with or without dependent launch.
+
+Plans are found by measuring (see bench/fused_layer.py) and kept as JSON; `default_plan` is what runs
+where nothing was measured. A plan never changes what is computed, only how fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from graphcap.decode.kernels import DecodeKernels
+from graphcap.errors import InputError
+from graphcap.operations import Operation
+
+_CUDA_KINDS = ("CudaRows", "CudaDown")
+
+LAYERS = ("fused", "apart", "plain")
+
+FUSED_ROWS = 2
+"""Up to so many rows norms are made in the kernels of the projections that read them; with more, every
+program would norm every row again (H200, 8 rows: 12.7 µs against 5 for the projection alone)."""
+
+APART_ROWS = 64
+"""Up to so many rows attention is fused and norms are kernels of their own; larger batches run by the
+plain schedule."""
+
+TILED = (
+    "norm_qkv",
+    "attend",
+    "output_residual",
+    "norm_router",
+    "qkv",
+    "output",
+    "router",
+    "gated_gemm",
+    "down_gemm",
+    "pair_gate_up",
+    "pair_down",
+)
+"""Kernels whose tile a plan may give."""
+
+CUDA_TILES = {
+    "norm_qkv": "CudaRows",
+    "output_residual": "CudaRows",
+    "norm_router": "CudaRows",
+    "pair_down": "CudaDown",
+}
+"""Kernels that there are in CUDA C++ as well, for one row: the tile says which one is meant."""
+
+CHAINED = (*TILED, "add_norm", "top_k", "align", "merge")
+"""Kernels that can be launched by programmatic dependent launch."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Attributes:
+    layers: "fused" (norms inside the projections), "apart" (norms apart, attention fused) or "plain".
+    tiles: name of a kernel of `TILED` -> its tile; a name that is missing takes the kernel's own choice.
+    blas: "qkv", "output": the projections of "apart" that cuBLAS makes.
+    without_pdl: kernels of `CHAINED` that wait for the whole of the kernel before.
+    block: rows of a block where pairs are grouped by expert; None: `block_size_m`.
+    """
+
+    layers: str = "fused"
+    tiles: Mapping[str, Any] = field(default_factory=dict)
+    blas: frozenset[str] = frozenset()
+    without_pdl: frozenset[str] = frozenset()
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.layers not in LAYERS:
+            raise InputError(
+                f"layers of a plan: expected one of {', '.join(LAYERS)}, found {self.layers!r}"
+            )
+        for what, names, known in (
+            ("tiles", self.tiles, TILED),
+            ("blas", self.blas, ("qkv", "output")),
+            ("without_pdl", self.without_pdl, CHAINED),
+        ):
+            unknown = sorted(set(names) - set(known))
+            if unknown:
+                raise InputError(
+                    f"{what} of a plan: expected names among {', '.join(known)}, found {unknown[0]!r}"
+                )
+        for name, tile in self.tiles.items():
+            kind = type(tile).__name__
+            if kind.startswith("Cuda") and CUDA_TILES.get(name) != kind:
+                raise InputError(f"tiles of a plan: {name} is not made by kernels with a {kind}")
+
+    @property
+    def in_cuda(self) -> tuple[str, ...]:
+        """The kernels that this plan wants in CUDA C++."""
+        return tuple(n for n, t in sorted(self.tiles.items()) if type(t).__name__ in _CUDA_KINDS)
+
+    def without(self, names: Iterable[str]) -> LayerPlan:
+        """The same with these kernels' own choice of a tile."""
+        names = set(names)
+        tiles = {name: tile for name, tile in self.tiles.items() if name not in names}
+        return replace(self, tiles=tiles)
+
+
+def default_plan(rows: int) -> LayerPlan:
+    """What runs where nothing was measured."""
+    if rows <= FUSED_ROWS:
+        return LayerPlan("fused")
+    if rows <= APART_ROWS:
+        return LayerPlan("apart", block=16)
+    return LayerPlan("plain")
+
+
+@dataclass(frozen=True)
+class PlannedKernels:
+    """The operations of a layer with the tiles of a plan; signatures as in their modules.
+
+    Attributes:
+        decode: for what no plan touches; its `experts` are those of the plan.
+    """
+
+    decode: DecodeKernels
+    norm_qkv: Operation
+    attend: Operation
+    output_residual: Operation
+    norm_router: Operation
+    add_norm: Operation
+    qkv: Operation
+    output: Operation
+    router: Operation
+
+
+def planned(kernels: DecodeKernels, plan: LayerPlan) -> PlannedKernels:
+    """`kernels`, which have a fused layer, by `plan`."""
+    fused, experts = kernels.fused, kernels.experts
+    assert fused is not None
+    in_cuda = plan.in_cuda
+
+    def by_plan(name: str, operation: Operation) -> Operation:
+        if name in in_cuda:
+            operation = _in_cuda(name)
+        options: dict[str, Any] = {"pdl": name not in plan.without_pdl}
+        if name in plan.tiles:
+            options["tile"] = plan.tiles[name]
+        scratch = operation.scratch
+        if name == "attend" and name in plan.tiles:
+            scratch = _attend_scratch(plan.tiles[name])
+        return _with_options(operation, options, scratch)
+
+    def projection(name: str) -> Operation:
+        return kernels.linear if name in plan.blas else by_plan(name, fused.project)
+
+    changed: dict[str, Any] = {
+        "topk_softmax": by_plan("top_k", experts.topk_softmax),
+        "align": by_plan("align", experts.align),
+        "expert_gemm": by_plan("down_gemm", experts.expert_gemm),
+        "merge": by_plan("merge", experts.merge),
+        "gated_gemm": by_plan("gated_gemm", fused.gated_gemm),
+        "block": plan.block,
+    }
+    if experts.pairs is not None:
+        changed["pairs"] = replace(
+            experts.pairs,
+            gate_up=by_plan("pair_gate_up", experts.pairs.gate_up),
+            down=by_plan("pair_down", experts.pairs.down),
+        )
+    return PlannedKernels(
+        replace(kernels, experts=replace(experts, **changed)),
+        by_plan("norm_qkv", fused.norm_qkv),
+        by_plan("attend", fused.attend),
+        by_plan("output_residual", fused.output_residual),
+        by_plan("norm_router", fused.norm_router),
+        by_plan("add_norm", kernels.fused_add_rms_norm),
+        projection("qkv"),
+        projection("output"),
+        by_plan("router", fused.project.named("router GEMM")),
+    )
+
+
+def _in_cuda(name: str) -> Operation:
+    from graphcap.decode.kernels import cuda_linear
+    from graphcap.moe.kernels import cuda_down
+
+    return {
+        "norm_qkv": cuda_linear.norm_qkv,
+        "output_residual": cuda_linear.output_residual,
+        "norm_router": cuda_linear.norm_router,
+        "pair_down": cuda_down.pair_down,
+    }[name]
+
+
+def _with_options(
+    operation: Operation, options: Mapping[str, Any], scratch: Callable[..., Any] | None
+) -> Operation:
+    return Operation(
+        operation.name, operation.implementation, partial(operation.function, **options), scratch
+    )
+
+
+def _attend_scratch(tile: Any) -> Callable[..., Any]:
+    from graphcap.decode.kernels.triton_fused_attention import scratch_of
+
+    def scratch(*args: Any) -> Any:
+        return scratch_of(tile, args[10])  # `out` of `attend`
+
+    return scratch

@@ -1,0 +1,70 @@
+"""Layer plans as JSON, and the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphcap.decode.layer_plan import LayerPlan
+from graphcap.errors import InputError
+
+
+def plan_to_json(plan: LayerPlan) -> dict[str, Any]:
+    """Plain values; what is as it is by default is left out."""
+    found: dict[str, Any] = {"layers": plan.layers}
+    if plan.tiles:
+        found["tiles"] = {
+            name: {"tile": type(tile).__name__, **tile._asdict()}
+            for name, tile in sorted(plan.tiles.items())
+        }
+    for name in ("blas", "without_pdl"):
+        if getattr(plan, name):
+            found[name] = sorted(getattr(plan, name))
+    if plan.block is not None:
+        found["block"] = plan.block
+    return found
+
+
+def plan_from_json(found: Mapping[str, Any]) -> LayerPlan:
+    """What `plan_to_json` made.
+
+    Raises:
+        InputError: it is none; says what was expected and found.
+    """
+    known = {"layers", "tiles", "blas", "without_pdl", "block"}
+    unknown = sorted(set(found) - known)
+    if unknown:
+        raise InputError(
+            f"layer plan: expected fields among {', '.join(sorted(known))}, found {unknown[0]!r}"
+        )
+    block = found.get("block")
+    if block is not None and (not isinstance(block, int) or block not in (16, 32, 64, 128)):
+        raise InputError(f"layer plan: expected a block of 16, 32, 64 or 128 rows, found {block!r}")
+    try:
+        return LayerPlan(
+            found.get("layers", "fused"),
+            {name: _tile(tile) for name, tile in found.get("tiles", {}).items()},
+            frozenset(found.get("blas", ())),
+            frozenset(found.get("without_pdl", ())),
+            block,
+        )
+    except (TypeError, AttributeError, KeyError) as error:
+        raise InputError(f"layer plan: expected what graphcap tune writes: {error}") from error
+
+
+def _tile(found: Mapping[str, Any]) -> Any:
+    from graphcap.decode.kernels.cuda_linear import CudaRows
+    from graphcap.decode.kernels.triton_fused_attention import AttendTile
+    from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
+    from graphcap.moe.kernels.cuda_down import CudaDown
+    from graphcap.moe.kernels.triton_gemm import Tile
+    from graphcap.moe.kernels.triton_pairs import PairTile
+
+    known = (AttendTile, CudaDown, CudaRows, DotTile, PairTile, RowsTile, Tile)
+    kinds = {kind.__name__: kind for kind in known}
+    fields = dict(found)
+    tile = kinds[fields.pop("tile")](**fields)
+    for name, value in tile._asdict().items():
+        if not isinstance(value, int) or value < 0:  # also a switch, which is an int
+            raise TypeError(f"{name} of a tile is a count, found {value!r}")
+    return tile

@@ -1,0 +1,121 @@
+"""What a measured layer plan belongs to: a device, the sizes that its kernels see, and the kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphcap import __version__
+from graphcap.decode.model_shape import ModelShape
+
+DIMENSIONS = (
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "num_experts",
+    "top_k",
+    "moe_intermediate_size",
+)
+"""Sizes that the kernels of a plan see. The number of layers, the vocabulary and dense layers, whose
+products cuBLAS makes, are not among them."""
+
+SOURCES = (
+    "cuda/common.cuh",
+    "cuda/down.cu",
+    "cuda/linear.cu",
+    "cuda/source.py",
+    "decode/kernels/cuda_linear.py",
+    "decode/kernels/triton_fused_attention.py",
+    "decode/kernels/triton_fused_linear.py",
+    "decode/kernels/triton_norm.py",
+    "moe/kernels/cuda_down.py",
+    "moe/kernels/triton.py",
+    "moe/kernels/triton_align.py",
+    "moe/kernels/triton_gemm.py",
+    "moe/kernels/triton_pairs.py",
+    "moe/kernels/triton_pdl.py",
+    "moe/kernels/triton_topk.py",
+)
+"""The kernels that a plan has tiles for or launches; paths below the package."""
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """Attributes:
+    device: as the driver names it, such as "NVIDIA H200".
+    sizes: name of `DIMENSIONS` -> size, in their order.
+    dtype: of weights and cache, such as "bfloat16".
+    """
+
+    device: str
+    sizes: tuple[tuple[str, int], ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, shape: ModelShape, dtype: torch.dtype, device: str) -> PlanKey:
+        sizes = tuple((name, int(getattr(shape, name))) for name in DIMENSIONS)
+        return cls(device, sizes, str(dtype).removeprefix("torch."))
+
+    @property
+    def file_name(self) -> str:
+        """One for each key: the device and dtype to read, and a digest."""
+        digest = hashlib.sha256(repr((self.device, self.sizes, self.dtype)).encode()).hexdigest()
+        device = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
+        return f"{device}_{self.dtype}_{digest[:12]}.json"
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} {size}" for name, size in self.sizes)
+        return f"{self.device}, {self.dtype}, {sizes}"
+
+
+@cache
+def kernels_digest() -> str:
+    """16 hexadecimal digits that change with any of `SOURCES`."""
+    package = Path(__file__).resolve().parent.parent
+    return digest_of(lambda name: (package / name).read_bytes())
+
+
+def digest_of(read: Callable[[str], bytes]) -> str:
+    """The digest of `SOURCES` as `read` gives their bytes."""
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update(f"{name}\0".encode() + read(name) + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def versions_here() -> dict[str, str | None]:
+    """Versions that a plan is measured with."""
+    try:
+        triton: str | None = version("triton")
+    except PackageNotFoundError:
+        triton = None
+    return {
+        "graphcap": __version__,
+        "triton": triton,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+
+
+def differences(made_with: Mapping[str, Any], kernels: str) -> list[str]:
+    """What of Triton, torch and the kernels is another now than when a plan was measured."""
+    here = versions_here()
+    found = [
+        f"{name} {made_with.get(name)}, here {here[name]}"
+        for name in ("triton", "torch")
+        if made_with.get(name) != here[name]
+    ]
+    if kernels != kernels_digest():
+        found.append(f"kernels {kernels}, here {kernels_digest()}")
+    return found

@@ -1,0 +1,1 @@
+"""Finds the layer plans of a model on the device at hand, by measuring whole captured steps."""

@@ -1,0 +1,15 @@
+"""The scripts of bench/ that need a newer torch than graphcap does; elsewhere their tests are skipped."""
+
+import pytest
+import torch
+
+if not (hasattr(torch.nn.functional, "rms_norm") and hasattr(torch, "_grouped_mm")):
+    pytest.skip("bench/plain_torch.py needs a newer torch", allow_module_level=True)
+
+import plain_torch
+import speed
+import speed_bytes
+import speed_check
+import speed_ways
+
+__all__ = ["plain_torch", "speed", "speed_bytes", "speed_check", "speed_ways"]

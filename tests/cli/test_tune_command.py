@@ -1,0 +1,171 @@
+"""``graphcap tune``: what it prints and writes, with tuning stood in for, and its refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", minversion="3.0")
+
+from graphcap.cli import main
+from graphcap.decode.layer_plan import LayerPlan
+from graphcap.decode.plan_files import TunedBucket, read_plans
+from graphcap.decode.plan_key import PlanKey
+from graphcap.decode.shapes import preset
+from graphcap.tuning.tune import Tuning
+
+FOUND = LayerPlan("fused", without_pdl=frozenset({"attend"}))
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="refusals of a machine without a GPU")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GRAPHCAP_TUNE_CACHE", str(tmp_path / "tuned"))
+    return tmp_path / "tuned"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A GPU on which every load but 4 rows has a plan; the arguments of what would be measured."""
+    asked: list[Any] = []
+
+    def tune(weights: Any, kernels: Any, loads: Any, seconds: float, show: Any) -> Any:
+        asked.append((kernels.experts.name, list(loads), seconds))
+        for rows, context in loads:
+            made = Tuning(rows, context)
+            for plan, ms in ((LayerPlan("plain"), 3.0), (LayerPlan("fused"), 2.0), (FOUND, 1.5)):
+                row = {"rows": rows, "context": context, "knob": "final", "plan": plan}
+                made.candidates.append({**row, "ms": ms} if rows != 4 else {**row, "failed": "no"})
+                show(made.candidates[-1])
+            if rows != 4:
+                made.bucket = TunedBucket(rows, context, FOUND, 1.5, 3.0, 2.0, 12, 3)
+            yield made
+
+    monkeypatch.setattr("graphcap.cli.tune.default_device", lambda: torch.device("cuda:0"))
+    monkeypatch.setattr("graphcap.cli.tune._weights", lambda *of: None)
+    monkeypatch.setattr("graphcap.cli.tune._compile", lambda *of: (100.0, "compiled [all]"))
+    monkeypatch.setattr("graphcap.tuning.tune.tune", tune)
+    monkeypatch.setattr("graphcap.tuning.tune._driver", lambda: "580.1")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    return asked
+
+
+def test_winners_are_printed_kept_and_exported(
+    gpu: list[Any], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "table.json"
+    words = ["--batches", "8,1", "--contexts", "256,4096", "--export", str(out), "--commit", "abc"]
+    assert main(["tune", *words]) == 0
+    assert gpu == [("triton", [(1, 256), (8, 256), (1, 4096), (8, 4096)], 500.0)]
+    key = PlanKey.of(preset("seed-64"), torch.bfloat16, "NVIDIA H200")
+    written = read_plans(folder / key.file_name)
+    assert written == read_plans(out)
+    assert [(b.rows, b.context) for b in written.buckets] == [
+        (1, 256),
+        (1, 4096),
+        (8, 256),
+        (8, 4096),
+    ]
+    assert all(b.plan == FOUND for b in written.buckets)
+    assert (written.shape, written.machine["commit"]) == ("seed-64", "abc")
+    assert written.machine["driver"] == "580.1"
+    printed = capsys.readouterr().out
+    assert "seed-64, 12 layers measured, bfloat16 on NVIDIA H200" in printed
+    assert printed.count("winner fused; no dependent launch of attend") == 4
+    assert "compiled [all]" in printed
+    assert "1.500" in printed
+    assert "0.500" in printed  # of plain
+    assert str(folder / key.file_name) in printed.replace("\n", "")
+
+
+def test_a_second_run_adds_to_the_first(gpu: list[Any], folder: Path) -> None:
+    for batches in ("1", "2"):
+        assert main(["tune", "--batches", batches, "--json"]) == 0
+    (path,) = folder.iterdir()
+    assert [b.rows for b in read_plans(path).buckets] == [1, 2]
+
+
+def test_a_load_without_a_plan_is_the_exit_code_and_the_others_are_kept(
+    gpu: list[Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", "--batches", "2,4,8"]) == 1
+    (path,) = folder.iterdir()
+    assert [b.rows for b in read_plans(path).buckets] == [2, 8]
+    printed = capsys.readouterr().out
+    assert "no plan works" in printed
+    assert "3 plans tried, 3 failed" in printed
+
+
+def test_json_has_every_candidate(gpu: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--batches", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    (load,) = result["loads"]
+    assert (load["rows"], load["context"], load["ms"]) == (1, 256, 1.5)
+    assert load["winner"] == {"layers": "fused", "without_pdl": ["attend"]}
+    assert [row["ms"] for row in load["candidates"]] == [3.0, 2.0, 1.5]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_could_not_be_kept_is_refused_before_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GRAPHCAP_TUNE_CACHE", str(tmp_path / "file" / "plans"))
+    assert main(["tune", "--batches", "1"]) == 2
+    assert "GRAPHCAP_TUNE_CACHE: expected a folder that can be written" in capsys.readouterr().err
+    monkeypatch.setenv("GRAPHCAP_TUNE_CACHE", str(tmp_path / "plans"))
+    assert main(["tune", "--batches", "1", "--export", str(tmp_path / "file" / "x.json")]) == 2
+    assert "--export: expected a folder that can be written" in capsys.readouterr().err
+
+
+@on_cpu
+def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--shape", "tiny"]) == 2
+    told = capsys.readouterr().err
+    assert "expected a CUDA device, found cpu; run it on the machine with the GPU" in told
+    assert "(graphcap explain backend)" in told
+
+
+def test_a_dry_run_needs_no_gpu_and_writes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", "--dry-run", "--batches", "1,8", "--contexts", "4096", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["shape"], result["layers"], result["cache"]) == ("seed-64", 12, str(folder))
+    assert [(each["rows"], each["context"]) for each in result["loads"]] == [(1, 4096), (8, 4096)]
+    for load in result["loads"]:
+        assert load["plans"] > 40
+        assert load["seconds"] > 10
+        assert {name for _, name, _ in load["knobs"]} >= {"attend", "pair_gate_up", "pdl"}
+    assert main(["tune", "--dry-run", "--batches", "1,8", "--layers", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "seed-64, 3 layers: what would be tried" in printed
+    assert "an estimate" in printed
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--shape", "qwen3.6-35b-a3b"], "found qwen3.6-35b-a3b, a hybrid"),
+        (["--dtype", "float32"], "nothing to tune in float32"),
+        (["--layers", "65"], "--layers 65: the shape seed-64 has 64 layers"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_in_a_dry_run_too(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", "--dry-run", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--batches", "1,x"], ["--batches", "0"], ["--seconds", "0"]])
+def test_bad_arguments(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", *words])
+    assert ended.value.code == 2
+    assert "expected an integer of at least 1" in capsys.readouterr().err

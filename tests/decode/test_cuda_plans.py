@@ -1,0 +1,201 @@
+"""Kernels in CUDA C++: whom they serve, what a plan may ask of them, and what runs where they cannot."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from plan_samples import SEED, bucket, file_of, pretend, schedule_of
+
+pytest.importorskip("triton", minversion="3.0")
+
+from graphcap.cuda import source
+from graphcap.decode.cuda_kernels import cuda_obstacles, cuda_plan
+from graphcap.decode.kernels import cuda_linear, decode_kernels
+from graphcap.decode.kernels.cuda_linear import CudaRows
+from graphcap.decode.kernels.triton_fused_attention import AttendTile
+from graphcap.decode.layer_plan import CUDA_TILES, LayerPlan, planned
+from graphcap.decode.plan_json import plan_from_json, plan_to_json
+from graphcap.decode.shapes import preset
+from graphcap.errors import BackendError, InputError
+from graphcap.moe.kernels import Backend, cuda_down
+from graphcap.moe.kernels.cuda_down import CudaDown
+from graphcap.tuning.space import knobs, starts
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+TRITON = decode_kernels(Backend("triton", "tests"))
+IN_CUDA = {
+    "norm_qkv": CudaRows(20),
+    "output_residual": CudaRows(8),
+    "norm_router": CudaRows(2),
+    "pair_down": CudaDown(16),
+}
+PLAN = LayerPlan("fused", tiles={**IN_CUDA, "attend": AttendTile(5, 64, 8)})
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_linear, "obstacle", lambda device: "")
+    monkeypatch.setattr(cuda_down, "obstacle", lambda device: "")
+
+
+def test_sources_are_packaged() -> None:
+    names = {path.name for path in source.HERE.iterdir()}
+    assert {"common.cuh", "linear.cu", "down.cu"} <= names
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("columns", "dtype", "tile", "words"),
+    [
+        (2048, BF16, None, ""),
+        (4096, torch.float16, CudaRows(20), ""),
+        (2048, torch.float32, None, "float32"),
+        (2000, BF16, None, "2000"),
+        (4352, BF16, None, "up to 4096"),
+        (128, BF16, None, "128"),
+        (2048, BF16, CudaRows(21), "found 21"),
+        (2048, BF16, CudaRows(0), "found 0"),
+    ],
+)
+def test_rows_that_projections_take(columns, dtype, tile, words) -> None:
+    why = cuda_linear.why_not(columns, dtype, CPU, tile)
+    assert bool(why) == bool(words)
+    assert words in why
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("sizes", "tile", "words"),
+    [
+        ((256, 2048, 512, 8), CudaDown(16), ""),
+        ((128, 2048, 768, 8), None, ""),
+        ((128, 2048, 1024, 8), CudaDown(8), ""),
+        ((128, 2048, 1024, 8), CudaDown(16), "8 or 4"),
+        ((64, 2048, 512, 8), None, "found 64 and 8"),
+        ((256, 2048, 512, 17), None, "17"),
+        ((256, 2048, 520, 8), None, "520"),
+        ((256, 2040, 512, 8), None, "2040"),
+        ((256, 2048, 512, 8), CudaDown(3), "found 3"),
+    ],
+)
+def test_experts_that_the_down_projection_takes(sizes, tile, words) -> None:
+    why = cuda_down.why_not(*sizes, BF16, CPU, tile)
+    assert bool(why) == bool(words)
+    assert words in why
+    assert "float32" in cuda_down.why_not(256, 2048, 512, 8, torch.float32, CPU)
+
+
+def test_a_block_holds_what_shared_memory_does() -> None:
+    for inner in (256, 512, 768, 1024):
+        for top_k in (1, 2, 4, 8, 10, 16):
+            tile = cuda_down.down_tile(inner, top_k)
+            assert tile is not None
+            assert tile.rows * inner * top_k * 2 <= cuda_down.SHARED_MEMORY
+    assert cuda_down.down_tile(16384, 16) is None
+    for outputs in (1, 128, 256, 2048, 2560, 5120, 9216):
+        rows = cuda_linear.rows_tile(outputs).rows
+        assert 1 <= rows <= cuda_linear.MOST_ROWS
+        assert outputs <= rows * 128 or rows == cuda_linear.MOST_ROWS
+
+
+def test_no_device_no_kernel() -> None:
+    assert "found cpu" in source.obstacle(CPU)
+    assert set(cuda_obstacles(SEED, BF16, CPU, 1)) == set(CUDA_TILES)
+    assert cuda_plan(SEED, BF16, CPU) is None
+
+
+def test_without_cuda_bindings_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    source.libraries.cache_clear()
+    with pytest.raises(BackendError, match=r"vllm-graphcap\[cuda\]"):
+        source.libraries()
+    source.libraries.cache_clear()
+
+
+def test_everything_compiles_without_a_device() -> None:
+    try:
+        source.libraries()
+    except BackendError as error:
+        pytest.skip(str(error))
+    linear = {"HALF": 0, "PDL": 1, "COLUMNS": 512, "OUTPUTS": 37, "ROWS": 5, "NORM": 1, "DELTA": 1}
+    linear |= {"NORMED": 1, "BIAS": 1, "RESIDUAL": 0, "FLOAT_OUT": 1}
+    assert source.compiled("linear.cu", source.as_constants(linear), (9, 0))
+    with pytest.raises(BackendError, match=r"linear\.cu: expected NVRTC to compile it"):
+        source.compiled("linear.cu", source.as_constants({**linear, "ROWS": "banana"}), (9, 0))
+
+
+# -- plans ---------------------------------------------------------------------------------------
+
+
+def test_plans_in_cuda_pass_through_json() -> None:
+    assert plan_from_json(plan_to_json(PLAN)) == PLAN
+    assert PLAN.in_cuda == tuple(sorted(IN_CUDA))
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [("attend", CudaRows(4)), ("pair_gate_up", CudaDown(8)), ("norm_qkv", CudaDown(8))],
+)
+def test_a_tile_of_another_kernel_is_refused(name: str, tile: object) -> None:
+    with pytest.raises(InputError, match=name):
+        LayerPlan("fused", tiles={name: tile})
+
+
+def test_the_tile_says_which_kernel_runs() -> None:
+    found = planned(TRITON, PLAN)
+    pairs = found.decode.experts.pairs
+    assert pairs is not None
+    made = [found.norm_qkv, found.output_residual, found.norm_router, pairs.down]
+    assert [each.implementation for each in made] == ["cuda: linear"] * 3 + ["cuda: pair_down"]
+    assert [each.name for each in made] == sorted(IN_CUDA, key=list(IN_CUDA).index)
+    others = (found.attend, pairs.gate_up, planned(TRITON, LayerPlan("fused")).norm_qkv)
+    assert all(each.implementation.startswith("triton") for each in others)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_a_plan_for_one_row_serves_no_other() -> None:
+    assert cuda_obstacles(SEED, BF16, CPU, 1, PLAN) == {}
+    assert set(cuda_obstacles(SEED, BF16, CPU, 2, PLAN)) == set(IN_CUDA)
+    apart = LayerPlan("apart", tiles=IN_CUDA)
+    assert all("apart" in why for why in cuda_obstacles(SEED, BF16, CPU, 1, apart).values())
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_what_serves_a_shape_is_what_a_search_starts_from() -> None:
+    cuda = cuda_plan(SEED, BF16, CPU)
+    assert cuda is not None
+    assert set(cuda.in_cuda) == set(CUDA_TILES)
+    assert cuda in starts(1, cuda)
+    assert all(not plan.in_cuda for plan in starts(2, cuda))
+    tried = {
+        tile
+        for _, changes in knobs(cuda, SEED, 1, 256, cuda)
+        for change in changes
+        for tile in change(cuda).tiles.values()
+    }
+    assert {CudaRows(20), CudaRows(2), CudaDown(16), CudaDown(8)} <= tried
+    tiny = cuda_plan(preset("tiny"), BF16, CPU)
+    assert tiny is None or "pair_down" not in tiny.in_cuda
+
+
+def test_a_tuned_plan_runs_without_what_cannot_be_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch)
+    monkeypatch.setenv("GRAPHCAP_TUNE_CACHE", str(tmp_path))
+    file = file_of(bucket(1, 256, PLAN))
+    file.write(tmp_path / file.key.file_name)
+    monkeypatch.setattr(cuda_linear, "obstacle", lambda device: "there is no NVRTC")
+    monkeypatch.setattr(cuda_down, "obstacle", lambda device: "")
+    choice = schedule_of(TRITON).choice(1)
+    assert choice.source == "cache"
+    assert choice.plan.in_cuda == ("pair_down",)
+    assert (
+        "norm_qkv, norm_router, output_residual by Triton, not CUDA C++: there is no" in choice.why
+    )
+    monkeypatch.setattr(cuda_linear, "obstacle", lambda device: "")
+    assert set(schedule_of(TRITON).choice(1).plan.in_cuda) == set(IN_CUDA)
