@@ -92,9 +92,9 @@ class PointerReport:
         pointers: addresses of memory in them.
         pointers_checked: of them, those that are alive for certain.
         owners: whose memory these are -> pointers: ``slots``, ``pool``, ``named`` (reached by name from the
-            step), ``graph pool`` (the graph's own), ``kept by the recording``, ``unnamed`` (a live block of
-            torch's allocator that nobody known keeps alive, such as a library's workspace), ``driver``
-            (alive by the driver's word, not torch's), ``host``.
+            step), ``graph pool`` (the graph's own), ``workspace`` (cuBLAS's, of the stream), ``kept by the
+            recording``, ``unnamed`` (a live block of torch's allocator that nobody known keeps alive, such
+            as another library's workspace), ``driver`` (alive by the driver's word, not torch's), ``host``.
         unnamed_blocks, unnamed_bytes: what ``unnamed`` points at.
         unsure: the first few addresses that may be none, or of freed memory; see docs/how-it-works.md.
         not_checked: why nodes were not -> how many.

@@ -23,6 +23,7 @@ from graphcap.live_memory import AllocatorState, Block, PoolId, Range, RangeMap
 GRAPH_POOL = "graph pool"
 KEPT = "kept by the recording"
 UNNAMED = "unnamed"
+WORKSPACE = "workspace"
 DRIVER = "driver"
 HOST = "host"
 
@@ -45,6 +46,7 @@ class Memory:
         own: memory that the graph allocates by its own nodes.
         earlier: what torch's allocator has ever been seen to hold.
         ask_driver: the range that the driver knows around an address; None: it knows none.
+        workspaces: the memory pool of the workspaces of the stream that was captured; None: it has none.
         on_host: whether this process has mapped an address for itself; by default its own maps.
     """
 
@@ -57,7 +59,9 @@ class Memory:
         earlier: RangeMap,
         ask_driver: Callable[[int], DriverRange | None],
         on_host: Callable[[int], bool] | None = None,
+        workspaces: PoolId | None = None,
     ) -> None:
+        self._workspaces = workspaces
         self.state, self.pool, self.known, self.earlier = state, pool, known, earlier
         self._own = RangeMap(own)
         self._ask = ask_driver
@@ -69,6 +73,8 @@ class Memory:
         block = self.state.block_of(address)
         if block is not None and block.pool == self.pool:
             return GRAPH_POOL
+        if block is not None and block.pool == self._workspaces:
+            return WORKSPACE  # free or not: nobody else is given memory of that pool
         if block is not None and not block.live:
             return None
         named = self.known.find(address)
@@ -84,7 +90,8 @@ class Memory:
     def is_free(self, address: int) -> bool:
         """Whether torch's allocator may give `address` to anybody."""
         block = self.state.block_of(address)
-        return block is not None and not block.live and block.pool != self.pool
+        own = (self.pool, self._workspaces)
+        return block is not None and not block.live and block.pool not in own
 
     def is_gone(self, address: int) -> bool:
         """Whether torch's allocator had `address` and nobody has it now."""

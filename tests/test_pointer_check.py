@@ -39,14 +39,14 @@ KNOWN = RangeMap(
 )
 
 
-def memory(now, earlier=None, own=()):
+def memory(now, earlier=None, own=(), workspaces=None):
     def ask(address):
         if OUTSIDE <= address < OUTSIDE + MIB:
             return DriverRange(OUTSIDE, OUTSIDE + MIB, False)
         return DriverRange(HOST, HOST + 8, True) if HOST <= address < HOST + 8 else None
 
     seen = RangeMap().joined((earlier or now).segments).joined(now.segments)
-    return Memory(now, OWN, KNOWN, own, seen, ask, on_host=lambda a: HOST <= a < HOST + MIB)
+    return Memory(now, OWN, KNOWN, own, seen, ask, lambda a: HOST <= a < HOST + MIB, workspaces)
 
 
 def graph(*parameters):
@@ -60,6 +60,16 @@ def found(addresses, now, before=None, **more):
 
 
 ALL = state(*LIVE, own="live")
+
+
+def test_a_workspace_given_back_is_nobody_elses():
+    """The pool of a stream's workspaces is the stream's, free or not, as the graph's own is the graph's."""
+    given_back = state(*LIVE, own="live", theirs="free")
+    addresses = graph(words(THEIRS + 16))
+    assert found(addresses, given_back, before=ALL).faults
+    held = found(addresses, given_back, before=ALL, workspaces=OTHER)
+    assert held.faults == held.unsure == held.loose == []
+    assert held.report.owners["workspace"] == 1
 
 
 def test_live_memory_is_counted_by_owner():

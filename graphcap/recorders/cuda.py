@@ -139,6 +139,7 @@ class CudaRecorder(Recorder):
 
     def warm_up(self, step: BoundStep) -> Mapping[str, torch.Tensor]:
         current = torch.cuda.current_stream(self.device)
+        self._lease.take_workspace()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), torch.no_grad(), autocast_casts_not_kept():
             outputs = step()
@@ -196,7 +197,7 @@ class CudaRecorder(Recorder):
         self._made.add(made)
         if addresses is not None:
             try:
-                addresses.made(self._pool, pinned)
+                addresses.made(self._pool, pinned, self._lease.pool)
                 addresses.check(bucket, self.named)
             except BaseException:
                 del outputs, pinned  # the graph's memory, which is to be given back

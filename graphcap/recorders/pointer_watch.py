@@ -74,6 +74,7 @@ class RecordedPointers:
         self._before: AllocatorState | None = None
         self._addresses: GraphAddresses | None = None
         self._pool: PoolId = (-1, -1)
+        self._workspaces: PoolId | None = None
         self._kept: list[Range] = []
 
     def begin(self) -> None:
@@ -106,14 +107,20 @@ class RecordedPointers:
                     # Bindings unlike those known: no reason to lose the recording.
                     self.not_read(f"the graph cannot be read: {error!r}")
 
-    def made(self, pool: PoolId, storages: Iterable[torch.UntypedStorage]) -> None:
+    def made(
+        self,
+        pool: PoolId,
+        storages: Iterable[torch.UntypedStorage],
+        workspaces: PoolId | None = None,
+    ) -> None:
         """The recording is made.
 
         Args:
             pool: the memory pool of the graph.
             storages: what the recording keeps alive.
+            workspaces: the memory pool of the stream's workspaces.
         """
-        self._pool = pool
+        self._pool, self._workspaces = pool, workspaces
         self._kept = [
             Range(s.data_ptr(), s.data_ptr() + s.nbytes(), "a tensor that the step reads", KEPT)
             for s in storages
@@ -139,7 +146,13 @@ class RecordedPointers:
                 return
             known = RangeMap((*named, *self._kept))
             memory = Memory(
-                now, self._pool, known, addresses.own, self._watch.earlier, reader.range_of
+                now,
+                self._pool,
+                known,
+                addresses.own,
+                self._watch.earlier,
+                reader.range_of,
+                workspaces=self._workspaces,
             )
             try:
                 found = check(addresses, memory, self._before)

@@ -91,6 +91,7 @@ def device(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: made.reserved)
     monkeypatch.setattr(streams, "_idle", {})
+    monkeypatch.setattr(streams, "_new_pool", lambda: None)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, made.log(name))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", made.snapshot)
