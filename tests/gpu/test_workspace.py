@@ -15,7 +15,7 @@ class Step(torch.nn.Module):
 
     def __init__(self, device):
         super().__init__()
-        draw = dict(device=device, dtype=torch.bfloat16)
+        draw = {"device": device, "dtype": torch.bfloat16}
         self.first = torch.randn(64, WIDTH * 8, **draw) * 0.01
         self.second = torch.randn(64, 64, **draw) * 0.1
         self.bias = torch.randn(64, **draw)
