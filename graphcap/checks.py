@@ -10,7 +10,14 @@ import torch
 from graphcap.errors import VerificationError
 from graphcap.fingerprint import Fingerprint
 
-__all__ = ["TOLERANCE", "Difference", "Fingerprint", "compare", "first_difference"]
+__all__ = [
+    "TOLERANCE",
+    "Difference",
+    "Fingerprint",
+    "compare",
+    "differing_rows",
+    "first_difference",
+]
 
 _MASK = 1e4
 
@@ -62,17 +69,45 @@ def first_difference(
     """The largest relative difference up to the first one that is too large, and that one."""
     worst = 0.0
     for name, a in ours.items():
-        b, allowed = theirs[name], TOLERANCE.get(a.dtype, 0.0)
-        if a.is_floating_point() and a.element_size() == 1:
-            a, b = a.float(), b.float()  # exactly; torch 2.1 cannot compare float8
-        if torch.equal(a, b):
-            continue
-        size, wrong = _difference(a, b, allowed)
+        size, rows = _rows_beyond(a, theirs[name])
         worst = max(worst, size)
-        if not size <= allowed:
-            rows = wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong.reshape(-1)
-            return worst, Difference(name, int(rows.nonzero()[0]), size, allowed)
+        if rows is not None:
+            first = int(rows.nonzero()[0])
+            return worst, Difference(name, first, size, TOLERANCE.get(a.dtype, 0.0))
     return worst, None
+
+
+def differing_rows(
+    ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], *, choices: bool
+) -> dict[int, Difference]:
+    """Row -> its first difference that is too large.
+
+    Args:
+        choices: whether integers count where there are floating-point outputs too. Between steps that
+            round otherwise they differ at near-ties (a token, an expert) and nothing is wrong.
+    """
+    floats = any(tensor.is_floating_point() for tensor in ours.values())
+    found: dict[int, Difference] = {}
+    for name, a in ours.items():
+        if floats and not choices and not a.is_floating_point():
+            continue
+        size, rows = _rows_beyond(a, theirs[name])
+        for row in () if rows is None else rows.nonzero().flatten().tolist():
+            found.setdefault(row, Difference(name, row, size, TOLERANCE.get(a.dtype, 0.0)))
+    return found
+
+
+def _rows_beyond(a: torch.Tensor, b: torch.Tensor) -> tuple[float, torch.Tensor | None]:
+    """The largest relative difference, and which rows differ by more than is allowed; None: none does."""
+    allowed = TOLERANCE.get(a.dtype, 0.0)
+    if a.is_floating_point() and a.element_size() == 1:
+        a, b = a.float(), b.float()  # exactly; torch 2.1 cannot compare float8
+    if torch.equal(a, b):
+        return 0.0, None
+    size, wrong = _difference(a, b, allowed)
+    if size <= allowed:
+        return size, None
+    return size, wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong.reshape(-1)
 
 
 def _difference(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from graphcap.checks import Difference, compare, first_difference
+from graphcap.checks import Difference, compare, differing_rows
 from graphcap.comparing import Agree, AnotherRankFailed, BothRuns, Mismatch
 from graphcap.drawing import Drawing, distinct, memory, poison
 from graphcap.errors import VerificationError
@@ -216,35 +216,37 @@ class Verifier:
     ) -> None:
         """Refuse a step whose real rows feel padding.
 
-        Two signs must agree. Outputs change with what padding holds: that alone may be a step that
-        knows its padding by a value and leaves it out. And they differ from those of the unpadded
-        step: that alone may be rounding, which depends on shapes, or random numbers.
+        Two signs must agree on a row. Its outputs change with what padding holds: that alone may be a
+        step that knows its padding by a value and leaves it out, or a state of row 0 that padding like
+        it advances as well. And they differ from those of the unpadded step: that alone may be rounding,
+        which depends on shapes, or random numbers.
         """
         rows = self._inputs.rows
         before = self._state.save()
-        felt: Difference | None = None
+        felt: dict[int, Difference] = {}
         try:
             with self._inputs.pads_like_row(0):
                 recording.replay()
             other = {name: tensor[:rows] for name, tensor in recording.outputs.items()}
-            _, felt = first_difference(other, declared)
+            felt = differing_rows(other, declared, choices=True)
         except BaseException:
             if self.agree is not None:
                 self.agree(False)
             raise
         drew = self._state.drew_since(before)
-        nowhere = felt is None if self.agree is None else self.agree(felt is None)
+        nowhere = not felt if self.agree is None else self.agree(not felt)
         if nowhere and (unpadded is None or rows == 1 or (self.agree is None and drew)):
             return
-        found = felt
+        both = felt
         if unpadded is not None:  # on all ranks or on none
             self._state.restore(before)
             exact = self._both.eagerly(unpadded)
-            if felt is not None:
-                _, found = first_difference(declared, exact)
-            elif nowhere and not drew:
+            other_rows = differing_rows(declared, exact, choices=False)
+            both = {row: what for row, what in other_rows.items() if row in felt}
+            if nowhere and not drew:
                 self._note(row_count_notes(declared, exact))
-        if found is not None:
+        if both:
+            found = both[min(both)]
             raise VerificationError(
                 f"bucket {size} with {rows} rows: what padding rows hold changes output "
                 f"{found.output!r} in real row {found.row} (relative difference {found.size:.3g} to "

@@ -1,0 +1,68 @@
+"""What verification must not take for padding that is felt: rounding that depends on shapes, and a state that
+padding advances only while it is made like a real row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from toy import WIDTH, floats, manager_of
+
+from graphcap.inputs import PadPolicy, Slot
+
+SEQUENCES = 16
+SLOTS = {
+    "x": Slot((WIDTH,), torch.float32),
+    "sequence": Slot((), torch.int64, PadPolicy.fill(SEQUENCES)),
+}
+
+
+class Recurrent:
+    """Each sequence has a state that its token is added to; padding adds to one that is nobody's. A product
+    of another shape is rounded otherwise, and the choice that hangs on it falls otherwise too.
+
+    Args:
+        leak: what a row gets of those after it, padding too.
+    """
+
+    def __init__(self, leak: float = 0.0) -> None:
+        self.state = torch.zeros(SEQUENCES + 1, WIDTH)
+        self.leak = leak
+
+    def __call__(self, inputs: Any) -> Any:
+        x, sequence = inputs["x"], inputs["sequence"]
+        rounding = 1 + 1e-7 * x.shape[0]
+        self.state.index_add_(0, sequence, x)
+        y = self.state[sequence] * rounding + self.leak * x.flip(0).abs().cummax(0)[0]
+        token = torch.full((x.shape[0],), x.shape[0])  # as near to a tie as can be
+        return {"token": token, "y": y}
+
+    def example(self, rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        sequences = torch.randperm(SEQUENCES, generator=generator)[:rows]
+        return {"x": torch.randn(rows, WIDTH, generator=generator), "sequence": sequences}
+
+
+def failures(step: Recurrent) -> dict[int, str]:
+    manager = manager_of(
+        step, max_batch=8, buckets=(1, 4), slots=SLOTS, example=step.example, state=[step.state]
+    )
+    found = manager.capture().failures
+    if not found:
+        x = floats(3)
+        step.state.zero_()
+        out = manager.run({"x": x, "sequence": torch.tensor([4, 2, 9])})
+        assert torch.allclose(out["y"], x)
+        assert torch.allclose(step.state[[4, 2, 9]], x)
+    return found
+
+
+def test_a_recurrent_state_and_a_near_tie_are_no_fault() -> None:
+    assert not failures(Recurrent())
+
+
+@pytest.mark.parametrize("leak", [1e-3, 1.0])
+def test_what_reaches_real_rows_is_still_found_beside_them(leak: float) -> None:
+    found = failures(Recurrent(leak))
+    assert set(found) == {4, 8}
+    assert "what padding rows hold changes output 'y'" in found[4]
