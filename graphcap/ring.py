@@ -164,15 +164,17 @@ class RingBuffer:
                 name: torch.zeros(ring.length, rows, *shape, dtype=dtype, device=device)
                 for name, (shape, dtype) in ring.outputs.items()
             }
-            head = torch.zeros(1 + rows, dtype=torch.int64, device=device)
-            self.left = torch.zeros(1, dtype=torch.int32, device=device)
+            # The cursor, the counts and what is left: set together by one copy at the start of a call.
+            start = torch.zeros(2 + rows, dtype=torch.int64, device=device)
+            self.left = start[-1:].view(torch.int32)[:1]  # the lower half
             self.live = torch.zeros(rows, dtype=torch.bool, device=device)
             self._numbers = torch.arange(rows, dtype=torch.int32, device=device)
             self._hit = torch.zeros(rows, dtype=torch.bool, device=device)
             # A boolean that ends a row is its own value.
             values = (ring.stop.values or (1,)) if ring.stop is not None else ()
             self._values = torch.tensor(values, dtype=torch.int64, device=device)
-        self._head, self._cursor, self._counts = head, head[:1], head[1:]
+        self._start, self._starts = start, dict[int, torch.Tensor]()
+        self._head, self._cursor, self._counts = start[:-1], start[:1], start[1:-1]
         self._write = write_operation(device)
         self._live_rows: int | None = None
         self._views: dict[tuple[int, int], Many] = {}
@@ -214,10 +216,14 @@ class RingBuffer:
         self._live_rows = None
 
     def begin(self, steps: int, rows: int) -> None:
-        """The next `steps` steps, of `rows` real rows, fill the ring from its start: two launches,
-        three for a new batch."""
-        self._head.zero_()
-        self.left.fill_(steps)
+        """The next `steps` steps, of `rows` real rows, fill the ring from its start: one launch, two for a
+        new batch."""
+        start = self._starts.get(steps)
+        if start is None:
+            with torch.inference_mode(False):
+                start = self._starts[steps] = torch.zeros_like(self._start)
+                start[-1:].fill_(steps)
+        self._start.copy_(start)
         if self._live_rows != rows:
             torch.lt(self._numbers, rows, out=self.live)
             self._live_rows = rows
