@@ -321,9 +321,23 @@ def makes_graphs(choice: Choice | None, device: torch.device) -> bool:
 def row_slots(context: Any) -> torch.Tensor | None:
     """(rows,) int64: the cache slot of each row of a step, -1 for padding, from its forward context.
 
-    Any layer's will do: padding is the same for all. None where no layer has a cache.
+    That of any layer that attends: padding is the same for all. Others (a recurrent state, a ring) keep
+    their own mapping, into which vLLM writes the -1 of padding and nothing else: there real rows of a
+    hybrid model look like padding. None where no layer attends.
     """
-    mapping = context.slot_mapping
+    mapping, layers = context.slot_mapping, context.no_compile_layers
     if not isinstance(mapping, dict):
         return None
-    return next((slots for slots in mapping.values() if slots.dtype == torch.int64), None)
+    return next(
+        (
+            slots
+            for name, slots in mapping.items()
+            if slots.dtype == torch.int64 and _attends(layers.get(name))
+        ),
+        None,
+    )
+
+
+def _attends(layer: Any) -> bool:
+    """Whether vLLM computes cache slots for `layer`: it has an ``AttentionImpl``, as its base class says."""
+    return getattr(layer, "impl", None) is not None

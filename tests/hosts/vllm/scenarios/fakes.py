@@ -16,6 +16,8 @@ HIDDEN = 16
 VOCABULARY = 512
 LAYER = "model.layers.0.attention"
 """Name of the toy's only layer with a cache."""
+RECURRENT = "model.layers.0.linear_attn"
+"""Name of a layer with a recurrent state. vLLM keeps a slot mapping for it as well, which stays -1."""
 
 
 class Toy(nn.Module):
@@ -104,6 +106,11 @@ def without_cuda() -> None:
 def no_capture(device: Any = None) -> Iterator[None]:
     with nullcontext():
         yield
+
+
+def attention_layer(kv_cache: torch.Tensor | None = None) -> SimpleNamespace:
+    """A layer that attends, as far as graphcap looks at it."""
+    return SimpleNamespace(kv_cache=kv_cache, impl=SimpleNamespace())
 
 
 def make_slots(tokens: int) -> dict[str, torch.Tensor]:

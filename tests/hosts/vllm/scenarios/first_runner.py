@@ -100,9 +100,8 @@ def _init(self: Any, config: Any) -> None:
     self.query_start_loc = SimpleNamespace(np=np.zeros(sequences + 1, dtype=np.int32))
     self.input_batch = SimpleNamespace(num_reqs=0)
     self.dummy_runs = []
-    config.compilation_config.static_forward_context[LAYER] = SimpleNamespace(
-        kv_cache=torch.zeros(8, 4)
-    )
+    layer = fakes.attention_layer(torch.zeros(8, 4))
+    config.compilation_config.static_forward_context[LAYER] = layer
 
 
 def _dummy_run(self: Any, num_tokens: int, **given: Any) -> Any:

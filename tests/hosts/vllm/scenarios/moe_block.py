@@ -14,7 +14,7 @@ import torch
 
 from scenarios import fakes
 from scenarios.common import compilation, engine_config, load_plugins, set_variables, turn_on
-from scenarios.fakes import LAYER
+from scenarios.fakes import LAYER, RECURRENT
 
 ROWS, PADDING = 5, 3
 
@@ -43,6 +43,11 @@ class Block:
         self.config = engine_config(kind, changes, **compilation(custom_ops=["all"]))
         self.block = self._built(kind)
         self.runner = self.block.experts
+        self.hybrid = kind == "qwen3_next"
+        layers = self.config.compilation_config.static_forward_context
+        layers[LAYER] = fakes.attention_layer()
+        if self.hybrid:
+            layers[RECURRENT] = _recurrent_layer()
         self._draw_weights()
         if on:
             from graphcap.hosts.vllm.experts import PooledExperts
@@ -139,11 +144,14 @@ class Block:
         ).bfloat16()
         mapping = torch.arange(tokens, dtype=torch.int64)
         mapping[rows:] = -1
+        mappings = {LAYER: mapping}
+        if self.hybrid:  # the recurrent layers of such a model come first
+            mappings = {RECURRENT: torch.full_like(mapping, -1), **mappings}
         self.called.clear()
         with (
             torch.inference_mode(),
             set_forward_context(
-                {}, self.config, num_tokens=tokens, slot_mapping={LAYER: mapping} if slots else None
+                {}, self.config, num_tokens=tokens, slot_mapping=mappings if slots else None
             ),
         ):
             if serving:
@@ -185,6 +193,15 @@ class Block:
         out = inner @ expert.down_proj.weight.double().T
         share = x @ self.block.shared_expert_gate.weight.double().T
         return out * torch.sigmoid(share)
+
+
+def _recurrent_layer() -> Any:
+    """Of vLLM's class, not initialised."""
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
+        QwenGatedDeltaNetAttention,
+    )
+
+    return QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)
 
 
 def _expert(x: torch.Tensor, layer: Any, expert: int) -> torch.Tensor:

@@ -32,9 +32,8 @@ class Engine:
         self.toy = model or Toy()
         given = {"max_num_seqs": MOST, "max_num_batched_tokens": MOST_TOKENS, "max_model_len": 64}
         self.config = engine_config(**{**given, **args})
-        self.config.compilation_config.static_forward_context[LAYER] = SimpleNamespace(
-            kv_cache=torch.zeros(8, 4)
-        )
+        layer = fakes.attention_layer(torch.zeros(8, 4))
+        self.config.compilation_config.static_forward_context[LAYER] = layer
         self.slots = fakes.make_slots(MOST_TOKENS)
         self.buffers = SimpleNamespace(
             input_ids=torch.zeros(MOST_TOKENS, dtype=torch.int32),
