@@ -161,6 +161,18 @@ def test_the_best_of_vllm_is_of_its_own_modes_on_one_card():
     assert tables.vllm_best("another") == {}
 
 
+def test_no_mode_of_graphcap_is_taken_for_one_of_vllm(monkeypatch, tmp_path):
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    modes = [
+        {"mode": name, "batches": {"1": {"ms": ms}}}
+        for name, ms in (("graphcap", 1.0), ("tape", 2.0), ("tape-vllm", 3.0), ("eager", 4.0))
+    ]
+    result = {"shape": "seed-64", "tp": 1, "modes": modes}
+    (tmp_path / "bench" / "results" / "vllm_any.json").write_text(json.dumps(result))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert tables.vllm_best("seed-64") == {1: 4.0}
+
+
 def points(svg, series):
     root = ElementTree.fromstring(svg)
     found = [c for c in root.iter(f"{SVG}circle") if c.get("class") == f"dot way-{series}"]
