@@ -34,7 +34,7 @@ def speed_table(result: Result, name: str, vllm: Mapping[int, float], picture: s
     ways = [way for way in TITLES if any(way in row["ways"] for row in result["rows"])]
     return "\n".join(
         [
-            _introduction(result, name),
+            _introduction(result, name, vllm),
             "",
             f"![{result['shape']}: milliseconds a token against batch]({picture})",
             "",
@@ -51,10 +51,16 @@ def speed_table(result: Result, name: str, vllm: Mapping[int, float], picture: s
     )
 
 
-def _introduction(result: Result, name: str) -> str:
+def _introduction(result: Result, name: str, vllm: Mapping[int, float]) -> str:
     machine = result["machine"]
     timed = {name: way["timed"] for row in result["rows"] for name, way in row["ways"].items()}
     eager = timed.pop("eager")
+    beside = ""
+    if vllm:
+        beside = (
+            " vLLM's best is the fastest of its own modes in another run, of the engine as a whole (see "
+            "[Measured](#measured))."
+        )
     return (
         f"Shape `{result['shape']}`, {result['layers']} layers, {result['dtype']}, "
         f"{result['weights_gib']:.0f} GiB of random weights, on one {machine['card']} (driver "
@@ -62,13 +68,13 @@ def _introduction(result: Result, name: str) -> str:
         f"`{machine['commit']}`, from `bench/results/{name}`. Milliseconds a token at a context of "
         f"{result['context']:,}, medians of at least {min(timed.values())} tokens (eager: {eager}), the "
         f"ways by turns in one run. The floor is what the step must read, with the experts that its "
-        f"tokens chose, at the {result['read_tb_s']:.2f} TB/s of a large sum in the same run."
+        f"tokens chose, at the {result['read_tb_s']:.2f} TB/s of a large sum in the same run.{beside}"
     )
 
 
 def _overview(result: Result, ways: list[str], vllm: Mapping[int, float]) -> list[str]:
     head = ["batch", "floor", *(TITLES[way] for way in ways), "tokens/s", "of the floor"]
-    head += ["vLLM's best", "speed-up over it"]
+    head += ["vLLM's best", "speed-up over it"] if vllm else []
     lines = ["| " + " | ".join(head) + " |", "|--:" * len(head) + "|"]
     for row in result["rows"]:
         usual = row["context"] == result["context"]
@@ -80,9 +86,10 @@ def _overview(result: Result, ways: list[str], vllm: Mapping[int, float]) -> lis
             mark = "**" if way == "graphcap" and found else ""
             cells.append(f"{mark}{_cell(found, 'ms', '.2f')}{mark}")
         cells += [_cell(ours, "tokens_per_s", ",.0f"), _cell(ours, "of_floor", ".0%")]
-        best = vllm.get(row["batch"]) if usual else None
-        cells.append("-" if best is None else f"{best:.2f}")
-        cells.append("-" if best is None or ours is None else f"{best / ours['ms']:.2f}")
+        if vllm:
+            best = vllm.get(row["batch"]) if usual else None
+            cells.append("-" if best is None else f"{best:.2f}")
+            cells.append("-" if best is None or ours is None else f"{best / ours['ms']:.2f}")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -115,7 +122,8 @@ def _notes(result: Result) -> list[str]:
             f"{seconds:.0f} s a batch; its graphs do not hold other batches."
         )
     if result["left_out"]:
-        lines.append("Left out: " + "; ".join(result["left_out"]) + ".")
+        # What a message says after the finding is what to do about it.
+        lines.append("Left out: " + "; ".join(x.split(";")[0] for x in result["left_out"]) + ".")
     return [part for line in lines for part in (line, "")][:-1]
 
 
@@ -135,4 +143,5 @@ def _details(result: Result, ways: list[str]) -> list[str]:
 
 def _cell(way: Mapping[str, Any] | None, key: str, form: str) -> str:
     value = None if way is None else way.get(key)
-    return "-" if value is None else format(value, form)
+    # Less than nothing: memory that was there before was given back meanwhile, so that it tells nothing.
+    return "-" if value is None or value < 0 else format(value, form)

@@ -17,7 +17,6 @@ from speed_table import speed_table
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = {
     "speed": "measured speed",
-    "decode": "measured",
     "vllm": "measured vllm",
     "parity": "measured parity",
     "cpu": "measured cpu",
@@ -33,40 +32,8 @@ _NAMES = {
     "tape": "**graphcap**, `--enforce-eager`, `GRAPHCAP_RECORDER=tape`",
     "tape-vllm": "**graphcap**, `--enforce-eager`, `GRAPHCAP_RECORDER=tape`, `GRAPHCAP_KERNELS=vllm`",
 }
-
-
-def decode_table(result: dict[str, Any], name: str) -> str:
-    machine, capture = result["machine"], result["capture"]
-    lines = [
-        f"Shape `{result['shape']}`, {result['layers']} layers, {result['dtype']}, "
-        f"{result['weights_gib']:.0f} GiB of weights, on one {machine['card']} (driver "
-        f"{machine['driver']}, torch {machine['torch']}, Triton {machine['triton']}), commit "
-        f"`{machine['commit']}`, from `bench/results/{name}`:",
-        "",
-        "| batch | eager: ms | launches | allocations | replay: ms | launches | allocations "
-        "| graph nodes | host µs | after idle | tokens equal |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    for row in result["batches"]:
-        eager, replay = row["eager"], row["replay"]
-        equal = "yes" if row["tokens_equal"] else "no"
-        lines.append(
-            f"| {row['batch']} | {eager['ms']:.2f} | {eager['launches']:,} "
-            f"| {eager['allocations']:,} | **{replay['ms']:.2f}** | **{replay['launches']}** "
-            f"| **{replay['allocations']}** | {replay['operations']:,} "
-            f"| {replay['host_us']:.1f} | {replay['host_us_after_idle']:.1f} "
-            f"| {equal} ({row['tokens_compared']}) |"
-        )
-    sizes = ", ".join(str(bucket["size"]) for bucket in capture["buckets"])
-    memory = ", ".join(f"{bucket['mib']:.0f}" for bucket in capture["buckets"])
-    times = ", ".join(f"{bucket['capture_ms']:.0f}" for bucket in capture["buckets"])
-    lines += [
-        "",
-        f"Capturing buckets {sizes} took {capture['seconds']:.1f} s with warm-up and verification; "
-        f"recording each took {times} ms and {memory} MiB. The pool has "
-        f"{capture['pool_mib']:.2f} MiB (lower bound {capture['pool_lower_bound_mib']:.2f}).",
-    ]
-    return "\n".join(lines)
+_OURS = ("graphcap", "tape", "tape-vllm")
+"""The modes that are not vLLM's own."""
 
 
 def vllm_table(result: dict[str, Any], name: str) -> str:
@@ -191,7 +158,7 @@ def vllm_best(shape: str) -> dict[int, float]:
         if result["shape"] != shape or result.get("tp") != 1:
             continue
         for mode in result["modes"]:
-            if mode["mode"] == "graphcap":
+            if mode["mode"] in _OURS:
                 continue
             for batch, row in mode.get("batches", {}).items():
                 best[int(batch)] = min(row["ms"], best.get(int(batch), row["ms"]))
@@ -205,13 +172,13 @@ def _speed(result: dict[str, Any], name: str) -> str:
 def measured(kind: str) -> str:
     tables = {
         "speed": _speed,
-        "decode": decode_table,
         "vllm": vllm_table,
         "parity": parity_table,
         "cpu": cpu_table,
     }
     table = tables[kind]
     found = sorted((ROOT / "bench" / "results").glob(f"{kind}_*.json"))
+    found.sort(key=lambda path: "seed-64" not in path.name)  # the project's own shape comes first
     return "\n\n".join(table(json.loads(path.read_text()), path.name) for path in found)
 
 

@@ -70,7 +70,7 @@ def result():
             "plain_error": 0.012,
         },
         "many": [{"batch": 1, "tokens": 32, "loop": True, "host_us_per_call": 41.6, "ms": 1.71}],
-        "left_out": ["batch 64: no time left"],
+        "left_out": ["batch 64: no time left", "bucket 32: a replay differs; mask its rows"],
         "rows": [
             row(1, 1.1, eager=44.8, torch=7.0, plain=3.4, ours=1.75),
             row(8, 5.6, eager=80.0, torch=14.0, plain=8.2, ours=6.65),
@@ -78,7 +78,7 @@ def result():
             row(1, 1.2, context=4096, eager=45.0, torch=7.5, plain=4.0, ours=2.0),
         ],
     }
-    compiled = way(6.5, 1, 1.1, unit="step", compile_s=93.2, host_us=None)
+    compiled = way(6.5, 1, 1.1, unit="step", compile_s=93.2, host_us=None, graph_mib=-382.0)
     found["rows"][0]["ways"]["torch.compile"] = compiled
     return found
 
@@ -117,7 +117,14 @@ def test_what_was_not_measured_is_a_dash(result):
     # vLLM's figures are not of so long a context.
     far = dict(zip(head, cells(table, "| 1, context 4,096 |"), strict=True))
     assert (far["**graphcap**"], far["vLLM's best"]) == ("**2.00**", "-")
-    assert "Left out: batch 64: no time left." in table
+    assert "Left out: batch 64: no time left; bucket 32: a replay differs." in table
+
+
+def test_a_shape_without_figures_of_vllm_has_no_columns_for_them(result):
+    table = speed_table.speed_table(result, "speed_seed-64_h200.json", {}, "docs/speed.svg")
+    assert cells(table, "| batch | floor")[-1] == "of the floor"
+    assert cells(table, "| 1 | 1.10 ")[-1] == "63%"
+    assert "vLLM" not in table
 
 
 def test_every_column_of_every_way_is_there(result):
@@ -126,7 +133,8 @@ def test_every_column_of_every_way_is_there(result):
         *("8", "256", "**graphcap**", "6.65", "1,203", "1,097", "1", "0"),
         *("3.87", "84%", "12", "2.0", "140"),
     ]
-    assert cells(table, "| 1 | 256 | torch.compile |")[10] == "-"
+    compiled = cells(table, "| 1 | 256 | torch.compile |")
+    assert (compiled[10], compiled[11]) == ("-", "-"), "memory that was given back tells nothing"
     widths = {line.count("|") for line in table.split("<details>")[1].splitlines() if "|" in line}
     assert len(widths) == 1
 
@@ -141,6 +149,7 @@ def test_text_says_what_was_checked(result):
         "costs the host 42 µs a call (one launch) and 1.71 ms a token",
         "by the step, took up to 93 s a batch",
         "![seed-64: milliseconds a token against batch](docs/speed.svg)",
+        "the fastest of its own modes in another run",
     ):
         assert said in table
 
@@ -150,6 +159,18 @@ def test_the_best_of_vllm_is_of_its_own_modes_on_one_card():
     assert sorted(best) == [1, 8, 32]
     assert (round(best[1], 2), round(best[8], 2), round(best[32], 2)) == (4.38, 10.0, 19.72)
     assert tables.vllm_best("another") == {}
+
+
+def test_no_mode_of_graphcap_is_taken_for_one_of_vllm(monkeypatch, tmp_path):
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    modes = [
+        {"mode": name, "batches": {"1": {"ms": ms}}}
+        for name, ms in (("graphcap", 1.0), ("tape", 2.0), ("tape-vllm", 3.0), ("eager", 4.0))
+    ]
+    result = {"shape": "seed-64", "tp": 1, "modes": modes}
+    (tmp_path / "bench" / "results" / "vllm_any.json").write_text(json.dumps(result))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert tables.vllm_best("seed-64") == {1: 4.0}
 
 
 def points(svg, series):

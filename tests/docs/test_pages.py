@@ -128,24 +128,25 @@ def said(*pieces: str) -> None:
 
 
 def test_figures_of_the_decode_step():
-    decode = result("decode_seed-64_h200.json")
-    said(f"{decode['layers']} layers, {decode['weights_gib']:.0f} GiB of weights")
-    rows = {row["batch"]: row for row in decode["batches"]}
-    one, eight, most = (f"{rows[n]['replay']['ms']:.2f}" for n in (1, 8, 32))
+    speed = result("speed_seed-64_h200.json")
+    said(f"{speed['layers']} layers, {speed['weights_gib']:.0f} GiB of weights")
+    rows = {r["batch"]: r["ways"] for r in speed["rows"] if r["context"] == speed["context"]}
+    ours = {batch: ways["graphcap"] for batch, ways in rows.items()}
+    one, eight, most = (f"{ours[n]['ms']:.2f}" for n in (1, 8, 32))
     said(f"Replays of 1, 8 and 32 rows took {one}, {eight} and {most} ms.")
     said(f"{rows[1]['eager']['ms']:.2f} ms beside {one} ms for one row")
-    host = rows[1]["replay"]
-    said(f"took the host {host['host_us']:.1f} µs while the device was busy")
-    said(f"and {host['host_us_after_idle']:.1f} µs after both were idle")
-    capture = decode["capture"]
-    times = [bucket["capture_ms"] for bucket in capture["buckets"]]
-    sizes = [bucket["mib"] for bucket in capture["buckets"]]
+    said(f"took the host {ours[1]['host_us']:.1f} µs while the device was busy")
+    said(f"and {ours[1]['host_us_after_idle']:.1f} µs after both were idle")
+    capture = speed["capture"][0]
+    assert (capture["schedule"], capture["context"]) == (speed["schedules"][0], speed["context"])
+    times = [way["capture_ms"] for way in ours.values()]
+    sizes = [way["graph_mib"] for way in ours.values()]
     assert len(times) == 7
     said(f"took between {min(times):.0f} and {max(times):.0f} ms")
     said(f"and {min(sizes):.0f} to {max(sizes):.0f} MiB; all seven")
     said(f"warm-up and verification, {capture['seconds']:.1f} s")
     assert f"{capture['pool_mib']:.2f}" == f"{capture['pool_lower_bound_mib']:.2f}"
-    said(f"{capture['pool_mib']:.2f} MiB up to 32 rows, equal to its lower bound")
+    said(f"{capture['pool_mib']:.2f} MiB up to {max(ours)} rows, equal to its lower bound")
 
 
 def test_figures_of_tuned_plans():
@@ -153,8 +154,32 @@ def test_figures_of_tuned_plans():
     said(f"H200 with the shape `{table['shape']}`")
     rows = {bucket["rows"]: bucket for bucket in table["buckets"] if bucket["context"] == 256}
     for bucket in (rows[1], rows[8], rows[32]):
-        times = (f"{bucket[name]:.2f}" for name in ("plain_ms", "default_ms", "ms"))
+        times = (f"{bucket[name]:.3f}" for name in ("plain_ms", "default_ms", "ms"))
+        assert bucket["layers"] == 12
         said(f"| {bucket['rows']} | {' | '.join(times)} |")
+    assert {"CudaRows", "CudaDown"} == {
+        tile["tile"] for tile in rows[1]["plan"]["tiles"].values() if "Cuda" in tile["tile"]
+    }
+    said(
+        f"{rows[1]['ms']:.3f} ms by the plan of the table",
+        f"{rows[1]['default_ms']:.3f} ms by rule",
+    )
+
+
+def test_figures_of_the_soak():
+    soak = result("soak_tiny_h200.json")
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    checked, grown = soak["checked"], soak["grown"]
+    assert (checked["steps"], soak["differing"]) == (checked["bitwise equal steps"], 0)
+    assert (grown["tensors"], grown["allocated"], grown["reserved"]) == (0, 0, 0)
+    memcheck = (ROOT / "bench" / "results" / "memcheck_tiny_h200.log").read_text()
+    assert re.findall(r"ERROR SUMMARY: (\d+) errors", memcheck) == ["0", "0"]
+    for piece in (
+        f"replayed {soak['replays']:,} steps",
+        f"all {checked['steps']:,} steps that were held against eager were bitwise equal",
+        f"the process by {grown['resident'] / 2**10:.0f} KiB",
+    ):
+        assert piece in readme, f"README.md does not say {piece!r}"
 
 
 def test_figures_under_vllm():
