@@ -16,9 +16,15 @@ LONGEST = (
     "hosts/vllm/test_environments.py",
     "hosts/vllm/test_wheel_first_runner.py",  # gathers for all modules of its kind: see gathered.py
     "cli/test_doctor_vllm.py",
+    "hosts/vllm/test_cpu_hybrid.py",
     "moe/test_triton_pairs.py",
     "hosts/vllm/test_wheel_063_decode.py",  # as test_wheel_first_runner.py
     "decode/test_parity_hybrid.py",
+    "decode/test_fused_layer.py",
+    "decode/test_triton_fused_kernels.py",
+    "bench/test_speed.py",
+    "test_containment.py",
+    "test_soak.py",
     "test_lint_agrees.py",
     "decode/test_parity.py",
     "moe/test_triton_compiles.py",

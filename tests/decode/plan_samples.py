@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from graphcap.decode.cache_format import CacheFormat
-from graphcap.decode.kernels import DecodeKernels
+from graphcap.decode.kernels import DecodeKernels, cuda_linear
 from graphcap.decode.layer_plan import LayerPlan
 from graphcap.decode.model_shape import ModelShape
 from graphcap.decode.plan_files import PlanFile, TunedBucket
 from graphcap.decode.plan_key import PlanKey, kernels_digest, versions_here
 from graphcap.decode.schedule import Schedule
 from graphcap.decode.shapes import preset
+from graphcap.moe.kernels import cuda_down
 
 H200 = "NVIDIA H200"
 SEED = preset("seed-64")
@@ -25,7 +26,9 @@ SEED = preset("seed-64")
 def pretend(
     monkeypatch: pytest.MonkeyPatch, name: str = H200, capability: tuple[int, int] = (9, 0)
 ) -> None:
-    """A CUDA device `name`, as far as a schedule asks."""
+    """A CUDA device `name`, as far as a schedule asks, where CUDA C++ can be compiled."""
+    for kernels in (cuda_linear, cuda_down):
+        monkeypatch.setattr(kernels, "obstacle", lambda device: "")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "cuda", "13.0")

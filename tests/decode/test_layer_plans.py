@@ -83,6 +83,8 @@ class Fake:
 
     rows, context = 1, 256
 
+    cuda = None
+
     def __init__(self) -> None:
         self.weights = type("W", (), {"shape": SEED})()
         self.best = every_plan(1, 256)[9]
