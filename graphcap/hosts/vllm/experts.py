@@ -123,9 +123,9 @@ class PooledExperts:
 def not_shown(hybrid: bool, recorder: str, settings: Settings, device: torch.device) -> str | None:
     """Why the experts of an engine stay on vLLM's kernels though graphcap's can run them; None: they do not.
 
-    On an H200 the tokens of Qwen3-Next on the tape were eager vLLM's with vLLM's kernels, all of them;
-    with graphcap's they parted from it where the best two were further apart than in a near-tie
-    (tests/gpu/test_vllm_engine.py). Whoever names the kernels gets them.
+    On an H200 the tokens of Qwen3-Next on the tape were eager vLLM's with vLLM's kernels, all of them.
+    With graphcap's they were not, when rows of such models were still taken for padding; since then
+    that has not run there again (tests/gpu/test_vllm_engine.py). Whoever names the kernels gets them.
     """
     if hybrid and recorder == "tape" and device.type == "cuda" and settings.kernels == "auto":
         return "a model with a recurrent state is on the tape"
