@@ -31,7 +31,7 @@ from graphcap.decode.decoder import Decoder, EagerDecoder
 from graphcap.decode.kernels import decode_kernels
 from graphcap.decode.random_weights import random_weights
 from graphcap.decode.shapes import preset
-from graphcap.errors import VerificationError
+from graphcap.errors import GraphcapError, VerificationError
 from graphcap.inputs import NUM_ROWS
 from graphcap.moe.kernels import choose_backend
 from graphcap.report import versions
@@ -314,30 +314,67 @@ def grown(legs: list[Memory]) -> dict[str, int]:
     return {name: last[name] - first[name] for name in first}
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, found {text!r}")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, found {text!r}")
+    return share
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--replays", type=int, default=100_000)
-    parser.add_argument("--legs", type=int, default=10)
-    parser.add_argument("--shape", default="tiny")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--max-batch", type=int, default=8)
-    parser.add_argument("--sample", type=float, default=0.01)
+    parser.add_argument(
+        "--replays",
+        type=_positive,
+        default=100_000,
+        help="at least so many; a leg ends when its last request has left (default 100000)",
+    )
+    parser.add_argument(
+        "--legs", type=_positive, default=10, help="readings of memory (default 10)"
+    )
+    parser.add_argument("--shape", default="tiny", help="random weights of a shape (default tiny)")
+    parser.add_argument("--layers", type=_positive, help="only the first so many")
+    parser.add_argument("--max-batch", type=_positive, default=8, help="default 8")
+    parser.add_argument(
+        "--sample",
+        type=_share,
+        default=0.01,
+        help="share of the steps that is held against eager, 0 to 1 (default 0.01)",
+    )
     parser.add_argument("--recorder", choices=("auto", "cuda", "tape"), default="auto")
-    parser.add_argument("--growth", choices=("judge", "tell"), default="judge")
+    parser.add_argument(
+        "--growth",
+        choices=("judge", "tell"),
+        default="judge",
+        help="judge: exit code 1 if memory grew after the first leg (default)",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default="unknown", help="of the sources, noted in --out")
+    parser.add_argument("--out", type=Path, help="write the result there as JSON")
     options = parser.parse_args(arguments)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    soak = Soak(
-        device,
-        shape=options.shape,
-        layers=options.layers,
-        max_batch=options.max_batch,
-        sample=options.sample,
-        seed=options.seed,
-        recorder=options.recorder,
-    )
+    try:
+        soak = Soak(
+            device,
+            shape=options.shape,
+            layers=options.layers,
+            max_batch=options.max_batch,
+            sample=options.sample,
+            seed=options.seed,
+            recorder=options.recorder,
+        )
+    except GraphcapError as error:
+        print(f"soak.py: error: {error}", file=sys.stderr)
+        return 2
     if soak.report.failures:
         print(f"not recorded: {soak.report.failures}", file=sys.stderr)
         return 1

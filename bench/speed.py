@@ -371,6 +371,13 @@ def _or_dash(value: float | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        print(
+            f"speed.py: error: --device {options.device}: expected a CUDA device of this machine, found "
+            "none; give --device cpu, and a small shape (--shape tiny --schedules plain)",
+            file=sys.stderr,
+        )
+        return 2
     with torch.no_grad():
         run = Run(options)
         decoders = {name: run.decoder(name, run.batches, run.context) for name in run.schedules}

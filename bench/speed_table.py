@@ -58,17 +58,19 @@ def _introduction(result: Result, name: str, vllm: Mapping[int, float]) -> str:
     beside = ""
     if vllm:
         beside = (
-            " vLLM's best is the fastest of its own modes in another run, of the engine as a whole (see "
-            "[Measured](#measured))."
+            " vLLM's best is the fastest of its own modes in another run, of the engine as a whole; "
+            "graphcap's is its own step without an engine. What graphcap gains under vLLM stands in "
+            "[Measured](#measured)."
         )
     return (
         f"Shape `{result['shape']}`, {result['layers']} layers, {result['dtype']}, "
         f"{result['weights_gib']:.0f} GiB of random weights, on one {machine['card']} (driver "
         f"{machine['driver']}, torch {machine['torch']}, Triton {machine['triton']}), commit "
-        f"`{machine['commit']}`, from `bench/results/{name}`. Milliseconds a token at a context of "
-        f"{result['context']:,}, medians of at least {min(timed.values())} tokens (eager: {eager}), the "
-        f"ways by turns in one run. The floor is what the step must read, with the experts that its "
-        f"tokens chose, at the {result['read_tb_s']:.2f} TB/s of a large sum in the same run.{beside}"
+        f"`{machine['commit']}`, from `bench/results/{name}`. Milliseconds a step, which is one token of "
+        f"each sequence, at a context of {result['context']:,}, medians of at least {min(timed.values())} "
+        f"tokens (eager: {eager}), the ways by turns in one run. The floor is what the step must read, with "
+        f"the experts that its tokens chose, at the {result['read_tb_s']:.2f} TB/s of a large sum in the "
+        f"same run.{beside}"
     )
 
 
@@ -109,7 +111,7 @@ def _notes(result: Result) -> list[str]:
         how = "one launch" if many["loop"] else "replays enqueued one by one"
         lines.append(
             f"`run_many({many['tokens']})` at batch {many['batch']} costs the host "
-            f"{many['host_us_per_call']:.0f} µs a call ({how}) and {many['ms']:.2f} ms a token."
+            f"{many['host_us_per_call']:.0f} µs a call ({how}) and {many['ms']:.2f} ms a step."
         )
     compiled = [
         row["ways"]["torch.compile"] for row in result["rows"] if "torch.compile" in row["ways"]

