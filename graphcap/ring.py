@@ -166,6 +166,7 @@ class RingBuffer:
             }
             # The cursor, the counts and what is left: set together by one copy at the start of a call.
             start = torch.zeros(2 + rows, dtype=torch.int64, device=device)
+            self._anew, self._steps = torch.zeros_like(start), 0  # what is copied there
             self.left = start[-1:].view(torch.int32)[:1]  # the lower half
             self.live = torch.zeros(rows, dtype=torch.bool, device=device)
             self._numbers = torch.arange(rows, dtype=torch.int32, device=device)
@@ -173,7 +174,7 @@ class RingBuffer:
             # A boolean that ends a row is its own value.
             values = (ring.stop.values or (1,)) if ring.stop is not None else ()
             self._values = torch.tensor(values, dtype=torch.int64, device=device)
-        self._start, self._starts = start, dict[int, torch.Tensor]()
+        self._start = start
         self._head, self._cursor, self._counts = start[:-1], start[:1], start[1:-1]
         self._write = write_operation(device)
         self._live_rows: int | None = None
@@ -216,14 +217,12 @@ class RingBuffer:
         self._live_rows = None
 
     def begin(self, steps: int, rows: int) -> None:
-        """The next `steps` steps, of `rows` real rows, fill the ring from its start: one launch, two for a
-        new batch."""
-        start = self._starts.get(steps)
-        if start is None:
-            with torch.inference_mode(False):
-                start = self._starts[steps] = torch.zeros_like(self._start)
-                start[-1:].fill_(steps)
-        self._start.copy_(start)
+        """The next `steps` steps, of `rows` real rows, fill the ring from its start: one launch, one more
+        for another number of steps than before, one for a new batch."""
+        if self._steps != steps:
+            self._anew[-1:].fill_(steps)
+            self._steps = steps
+        self._start.copy_(self._anew)
         if self._live_rows != rows:
             torch.lt(self._numbers, rows, out=self.live)
             self._live_rows = rows

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from toy import memory_events
 from walks import TOKENS, Walk, batch_of, counted, walk, walker, walks
 
 from graphcap.errors import (
@@ -341,3 +342,15 @@ def test_results_of_the_same_kind_are_the_same_views():
     with walker(LENGTH) as manager:
         manager.capture()
         assert manager.run_many(4, batch_of(2)) is manager.run_many(4)
+
+
+def test_a_call_allocates_nothing_whatever_its_number_of_steps():
+    with walker(LENGTH) as manager:
+        manager.capture()
+        given = batch_of(2, 1)
+        ring = manager._many.buffer
+        ring.begin(1, 2)
+        assert memory_events(lambda: [ring.begin(steps, 2) for steps in range(1, LENGTH + 1)]) == 0
+        assert int(ring.left) == LENGTH
+        for steps in (3, 1, 3, 2):
+            assert rows_of(manager.run_many(steps, given)) == walks(given, steps)
