@@ -15,11 +15,14 @@ from types import MappingProxyType
 
 import torch
 
-from graphcap.errors import CaptureError, InputError
+from graphcap.errors import InputError
 from graphcap.explain import warn
 from graphcap.operations import BufferSpec, Operation, operation
+from graphcap.ring_checks import check_output, check_values, is_spec
 
 logger = logging.getLogger(__name__)
+
+_WORD = 2**63
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,15 @@ class Stop:
 
     output: str
     values: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        values = self.values
+        if not isinstance(values, (tuple, list)) or not all(
+            type(value) is int and -_WORD <= value < _WORD for value in values
+        ):
+            raise InputError(
+                f"Stop.values: expected a tuple of integers of 64 bits, such as (2,), found {values!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -56,9 +68,16 @@ class Ring:
                 f"Ring.length: expected an integer of at least 1, found {self.length!r}; it is the "
                 f"most steps of one run_many()"
             )
-        if not self.outputs:
+        for name, spec in self.outputs.items() if isinstance(self.outputs, Mapping) else ():
+            if not is_spec(spec):
+                raise InputError(
+                    f"Ring.outputs[{name!r}]: expected the shape and dtype of a row, such as "
+                    f"((), torch.int32), found {spec!r}"
+                )
+        if not isinstance(self.outputs, Mapping) or not self.outputs:
             raise InputError(
-                "Ring.outputs: expected at least one output to keep, found none; name one with the "
+                "Ring.outputs: expected at least one output to keep, found "
+                f"{self.outputs or 'none'}; name one with the "
                 "shape and dtype of a row, such as {'token_ids': ((), torch.int32)}"
             )
 
@@ -192,11 +211,12 @@ class RingBuffer:
             return  # refused by name where it is warmed up
         ring = self.ring
         for name, (shape, dtype) in ring.outputs.items():
-            _check_output(outputs, name, tuple(shape), dtype)
+            check_output(outputs, name, tuple(shape), dtype)
         ends = None
         if ring.stop is not None:
             wanted = None if ring.stop.values else torch.bool
-            ends = _check_output(outputs, ring.stop.output, (), wanted)
+            ends = check_output(outputs, ring.stop.output, (), wanted)
+            check_values(ring.stop.output, ring.stop.values, ends.dtype)
         rows = outputs[next(iter(self._places))].shape[0]
         self._write(
             tuple(place[:, :rows] for place in self._places.values()),
@@ -259,26 +279,3 @@ class RingBuffer:
             "ring counts": self._counts[:rows],
             "ring live rows": self.live[:rows],
         }
-
-
-def _check_output(
-    outputs: Mapping[str, torch.Tensor],
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None,
-) -> torch.Tensor:
-    if name not in outputs:
-        raise CaptureError(
-            f"the ring keeps output {name!r}, and the step returns {', '.join(sorted(outputs))}; "
-            f"name one of these in Ring(outputs=, stop=)"
-        )
-    tensor = outputs[name]
-    found = tuple(tensor.shape)
-    if found != (*found[:1], *shape) or not found or dtype not in (None, tensor.dtype):
-        kind = "one element a row" if not shape else f"rows of shape {shape}"
-        raise CaptureError(
-            f"the ring expects output {name!r} to have {kind}"
-            f"{'' if dtype is None else f' of {dtype}'}, found shape {found} of {tensor.dtype}; "
-            f"declare in Ring(outputs=, stop=) what the step returns"
-        )
-    return tensor
