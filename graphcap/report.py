@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -172,7 +173,7 @@ def write_json(path: Path, plain: Mapping[str, Any]) -> None:
     if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
         path.write_text(text)
         return
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         beside.write_text(text)
         beside.replace(path)

@@ -15,11 +15,14 @@ from types import MappingProxyType
 
 import torch
 
-from graphcap.errors import CaptureError, InputError
+from graphcap.errors import InputError
 from graphcap.explain import warn
 from graphcap.operations import BufferSpec, Operation, operation
+from graphcap.ring_checks import check_output, check_values, is_spec
 
 logger = logging.getLogger(__name__)
+
+_WORD = 2**63
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,15 @@ class Stop:
 
     output: str
     values: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        values = self.values
+        if not isinstance(values, (tuple, list)) or not all(
+            type(value) is int and -_WORD <= value < _WORD for value in values
+        ):
+            raise InputError(
+                f"Stop.values: expected a tuple of integers of 64 bits, such as (2,), found {values!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -56,9 +68,16 @@ class Ring:
                 f"Ring.length: expected an integer of at least 1, found {self.length!r}; it is the "
                 f"most steps of one run_many()"
             )
-        if not self.outputs:
+        for name, spec in self.outputs.items() if isinstance(self.outputs, Mapping) else ():
+            if not is_spec(spec):
+                raise InputError(
+                    f"Ring.outputs[{name!r}]: expected the shape and dtype of a row, such as "
+                    f"((), torch.int32), found {spec!r}"
+                )
+        if not isinstance(self.outputs, Mapping) or not self.outputs:
             raise InputError(
-                "Ring.outputs: expected at least one output to keep, found none; name one with the "
+                "Ring.outputs: expected at least one output to keep, found "
+                f"{self.outputs or 'none'}; name one with the "
                 "shape and dtype of a row, such as {'token_ids': ((), torch.int32)}"
             )
 
@@ -166,6 +185,7 @@ class RingBuffer:
             }
             # The cursor, the counts and what is left: set together by one copy at the start of a call.
             start = torch.zeros(2 + rows, dtype=torch.int64, device=device)
+            self._anew, self._steps = torch.zeros_like(start), 0  # what is copied there
             self.left = start[-1:].view(torch.int32)[:1]  # the lower half
             self.live = torch.zeros(rows, dtype=torch.bool, device=device)
             self._numbers = torch.arange(rows, dtype=torch.int32, device=device)
@@ -173,7 +193,7 @@ class RingBuffer:
             # A boolean that ends a row is its own value.
             values = (ring.stop.values or (1,)) if ring.stop is not None else ()
             self._values = torch.tensor(values, dtype=torch.int64, device=device)
-        self._start, self._starts = start, dict[int, torch.Tensor]()
+        self._start = start
         self._head, self._cursor, self._counts = start[:-1], start[:1], start[1:-1]
         self._write = write_operation(device)
         self._live_rows: int | None = None
@@ -191,11 +211,12 @@ class RingBuffer:
             return  # refused by name where it is warmed up
         ring = self.ring
         for name, (shape, dtype) in ring.outputs.items():
-            _check_output(outputs, name, tuple(shape), dtype)
+            check_output(outputs, name, tuple(shape), dtype)
         ends = None
         if ring.stop is not None:
             wanted = None if ring.stop.values else torch.bool
-            ends = _check_output(outputs, ring.stop.output, (), wanted)
+            ends = check_output(outputs, ring.stop.output, (), wanted)
+            check_values(ring.stop.output, ring.stop.values, ends.dtype)
         rows = outputs[next(iter(self._places))].shape[0]
         self._write(
             tuple(place[:, :rows] for place in self._places.values()),
@@ -216,14 +237,12 @@ class RingBuffer:
         self._live_rows = None
 
     def begin(self, steps: int, rows: int) -> None:
-        """The next `steps` steps, of `rows` real rows, fill the ring from its start: one launch, two for a
-        new batch."""
-        start = self._starts.get(steps)
-        if start is None:
-            with torch.inference_mode(False):
-                start = self._starts[steps] = torch.zeros_like(self._start)
-                start[-1:].fill_(steps)
-        self._start.copy_(start)
+        """The next `steps` steps, of `rows` real rows, fill the ring from its start: one launch, one more
+        for another number of steps than before, one for a new batch."""
+        if self._steps != steps:
+            self._anew[-1:].fill_(steps)
+            self._steps = steps
+        self._start.copy_(self._anew)
         if self._live_rows != rows:
             torch.lt(self._numbers, rows, out=self.live)
             self._live_rows = rows
@@ -260,26 +279,3 @@ class RingBuffer:
             "ring counts": self._counts[:rows],
             "ring live rows": self.live[:rows],
         }
-
-
-def _check_output(
-    outputs: Mapping[str, torch.Tensor],
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None,
-) -> torch.Tensor:
-    if name not in outputs:
-        raise CaptureError(
-            f"the ring keeps output {name!r}, and the step returns {', '.join(sorted(outputs))}; "
-            f"name one of these in Ring(outputs=, stop=)"
-        )
-    tensor = outputs[name]
-    found = tuple(tensor.shape)
-    if found != (*found[:1], *shape) or not found or dtype not in (None, tensor.dtype):
-        kind = "one element a row" if not shape else f"rows of shape {shape}"
-        raise CaptureError(
-            f"the ring expects output {name!r} to have {kind}"
-            f"{'' if dtype is None else f' of {dtype}'}, found shape {found} of {tensor.dtype}; "
-            f"declare in Ring(outputs=, stop=) what the step returns"
-        )
-    return tensor

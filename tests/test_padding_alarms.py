@@ -66,3 +66,11 @@ def test_what_reaches_real_rows_is_still_found_beside_them(leak: float) -> None:
     found = failures(Recurrent(leak))
     assert set(found) == {4, 8}
     assert "what padding rows hold changes output 'y'" in found[4]
+
+
+def test_an_output_without_columns_is_no_fault() -> None:
+    manager = manager_of(
+        lambda inputs: {"none": inputs["x"][:, :0], "y": inputs["x"] * 2}, max_batch=8
+    )
+    assert not manager.capture().failures
+    assert manager.run({"x": floats(3)})["none"].shape == (3, 0)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from toy import manager_of, memory_events
 from walks import TOKENS, Walk, batch_of, counted, walk, walker, walks
 
 from graphcap.errors import (
@@ -341,3 +342,46 @@ def test_results_of_the_same_kind_are_the_same_views():
     with walker(LENGTH) as manager:
         manager.capture()
         assert manager.run_many(4, batch_of(2)) is manager.run_many(4)
+
+
+def test_a_call_allocates_nothing_whatever_its_number_of_steps():
+    with walker(LENGTH) as manager:
+        manager.capture()
+        given = batch_of(2, 1)
+        ring = manager._many.buffer
+        ring.begin(1, 2)
+        assert memory_events(lambda: [ring.begin(steps, 2) for steps in range(1, LENGTH + 1)]) == 0
+        assert int(ring.left) == LENGTH
+        for steps in (3, 1, 3, 2):
+            assert rows_of(manager.run_many(steps, given)) == walks(given, steps)
+
+
+@pytest.mark.parametrize("values", [(1.5,), (2**70,), 5, ("2",), (True,), None])
+def test_what_ends_a_row_is_integers(values):
+    with pytest.raises(InputError, match=r"Stop\.values: expected a tuple of integers"):
+        Stop("token", values)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"y": 3},
+        {"y": ((-1,), torch.int32)},
+        {"y": ("a", torch.int32)},
+        {"y": ((), "int32")},
+        {"y": torch.int32},
+        ["y"],
+    ],
+)
+def test_what_a_ring_keeps_is_said_by_shape_and_dtype(outputs):
+    with pytest.raises(InputError, match=r"Ring\.outputs.*expected"):
+        Ring(2, outputs)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.int32, 2**40), (torch.uint8, -1)])
+def test_a_value_that_the_output_cannot_hold_ends_no_other_row(dtype, value):
+    """Cut to the bits of the output it would be 0, or 255."""
+    ring = Ring(2, {"y": ((), dtype)}, Stop("y", (value,)))
+    manager = manager_of(lambda i: {"y": i["x"][:, 0].to(dtype)}, ring=ring)
+    with pytest.raises(CaptureError, match=rf"is {value}, expected a value of its dtype"):
+        manager.run_many(2, {"x": torch.zeros(2, 3)}) if manager.capture() else None

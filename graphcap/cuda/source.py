@@ -26,6 +26,9 @@ COMMON = "common.cuh"
 UNASKED_SHARED_MEMORY = 48 * 1024
 """Bytes of dynamic shared memory that a block of any kernel may have (CUDA C++ programming guide)."""
 
+_NEWEST = ("cuLaunchKernelEx", "CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
+"""What is used of the driver that came last, with CUDA 11.8."""
+
 CAPABILITY = (9, 0)
 """The least compute capability: of bulk copies, and of programmatic dependent launch."""
 
@@ -54,11 +57,13 @@ def libraries() -> tuple[Any, Any]:
     try:
         from cuda.bindings import driver, nvrtc
 
-        nvrtc.nvrtcVersion()  # the first call loads the library itself
+        asked(nvrtc.nvrtcVersion(), "nvrtcVersion")  # the first call loads the library itself
+        for name in _NEWEST:  # old bindings lack them: told here, and not by the first launch
+            getattr(driver, name)
     except Exception as error:  # cuda-bindings raises whatever its search for the library raises
         raise BackendError(
-            f"kernels in CUDA C++ need cuda-bindings and NVRTC, which cannot be loaded ({error}); install "
-            f"them with: pip install 'vllm-graphcap[cuda]'"
+            f"kernels in CUDA C++ need cuda-bindings and NVRTC, which cannot be loaded "
+            f"({' '.join(str(error).split())}); install them with: pip install 'vllm-graphcap[cuda]'"
         ) from error
     return driver, nvrtc
 

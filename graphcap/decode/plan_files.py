@@ -21,6 +21,8 @@ from graphcap.report import write_json
 
 FORMAT = "graphcap plans 1"
 
+_TOO_LARGE = 2**31  # no count of rows or tokens, and no time of a step in ms, is
+
 TABLES = Path(__file__).resolve().parent.parent / "tuning" / "tables"
 """Tables that come with graphcap, one for each device and shape."""
 
@@ -108,7 +110,7 @@ class PlanFile:
                 _check(bucket)
             made = cls(key, str(found["shape"]), str(found["kernels"]), dict(found["machine"]), ())
             return made.with_buckets(buckets)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise InputError(
                 f"file of plans: expected what graphcap tune writes: {type(error).__name__}: {error}"
             ) from error
@@ -122,10 +124,14 @@ class PlanFile:
 def _check(bucket: TunedBucket) -> None:
     counts = (bucket.rows, bucket.context)
     times = [time for time in (bucket.ms, bucket.plain_ms, bucket.default_ms) if time is not None]
-    if not all(type(count) is int and count > 0 for count in counts):
-        raise ValueError(f"a bucket of {bucket.rows!r} rows at context {bucket.context!r}")
-    if not all(isinstance(time, (int, float)) and time > 0 for time in times):
-        raise ValueError(f"a bucket that takes {bucket.ms!r} ms")
+    if not all(type(count) is int and 0 < count < _TOO_LARGE for count in counts):
+        rows, context = (repr(count)[:40] for count in counts)
+        raise ValueError(f"a bucket of {rows} rows at context {context}")
+    if bucket.ms is None:
+        raise ValueError("a bucket that takes None ms")
+    for time in times:
+        if type(time) not in (int, float) or not 0 < time < _TOO_LARGE:
+            raise ValueError(f"a bucket that takes {repr(time)[:40]} ms")
 
 
 def read_plans(path: Path) -> PlanFile:
@@ -151,7 +157,7 @@ def cache_folder(given: Path | None = None) -> Path:
         return given
     chosen = os.environ.get("GRAPHCAP_TUNE_CACHE", "").strip()
     if chosen:
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))  # as it is, where there is no such user
     base = os.environ.get("XDG_CACHE_HOME", "")
     # A relative path there is to be ignored: XDG Base Directory Specification.
     folder = Path(base) if base.startswith("/") else Path(os.path.expanduser("~")) / ".cache"

@@ -8,6 +8,9 @@ from typing import Any
 from graphcap.decode.layer_plan import LayerPlan
 from graphcap.errors import InputError
 
+_TOO_LARGE = 2**31
+"""What kernels are told in 32 bits is below it."""
+
 
 def plan_to_json(plan: LayerPlan) -> dict[str, Any]:
     """Plain values; what is as it is by default is left out."""
@@ -31,6 +34,8 @@ def plan_from_json(found: Mapping[str, Any]) -> LayerPlan:
     Raises:
         InputError: it is none; says what was expected and found.
     """
+    if not isinstance(found, Mapping):
+        raise InputError(f"layer plan: expected a mapping, found {type(found).__name__}")
     known = {"layers", "tiles", "blas", "without_pdl", "block"}
     unknown = sorted(set(found) - known)
     if unknown:
@@ -43,7 +48,7 @@ def plan_from_json(found: Mapping[str, Any]) -> LayerPlan:
     try:
         return LayerPlan(
             found.get("layers", "fused"),
-            {name: _tile(tile) for name, tile in found.get("tiles", {}).items()},
+            {name: _tile(name, tile) for name, tile in found.get("tiles", {}).items()},
             frozenset(found.get("blas", ())),
             frozenset(found.get("without_pdl", ())),
             block,
@@ -52,7 +57,7 @@ def plan_from_json(found: Mapping[str, Any]) -> LayerPlan:
         raise InputError(f"layer plan: expected what graphcap tune writes: {error}") from error
 
 
-def _tile(found: Mapping[str, Any]) -> Any:
+def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
     from graphcap.decode.kernels.cuda_linear import CudaRows
     from graphcap.decode.kernels.triton_fused_attention import AttendTile
     from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
@@ -60,11 +65,21 @@ def _tile(found: Mapping[str, Any]) -> Any:
     from graphcap.moe.kernels.triton_gemm import Tile
     from graphcap.moe.kernels.triton_pairs import PairTile
 
-    known = (AttendTile, CudaDown, CudaRows, DotTile, PairTile, RowsTile, Tile)
+    known: tuple[Any, ...] = {
+        "attend": (AttendTile,),
+        "gated_gemm": (Tile,),
+        "down_gemm": (Tile,),
+        "pair_gate_up": (PairTile,),
+        "pair_down": (PairTile, CudaDown),
+    }.get(kernel, (DotTile, RowsTile, CudaRows))
     kinds = {kind.__name__: kind for kind in known}
     fields = dict(found)
-    tile = kinds[fields.pop("tile")](**fields)
+    kind = fields.pop("tile")
+    if kind not in kinds:
+        raise TypeError(f"a tile of {kernel} is one of {', '.join(kinds)}, found {kind!r}")
+    tile = kinds[kind](**fields)
     for name, value in tile._asdict().items():
-        if not isinstance(value, int) or value < 0:  # also a switch, which is an int
-            raise TypeError(f"{name} of a tile is a count, found {value!r}")
+        least = 0 if name in tile._field_defaults else 1  # a switch is an int as well
+        if not isinstance(value, int) or not least <= value < _TOO_LARGE:
+            raise TypeError(f"{name} of a tile is a count, found {repr(value)[:40]}")
     return tile

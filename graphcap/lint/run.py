@@ -36,7 +36,7 @@ _NO_VALUES = re.compile(r"meta tensor|Meta tensor|no fake impl|on meta|data-depe
 class Stopped(Exception):
     """The step raised, and lint cannot run it any further; `findings` are those up to there."""
 
-    def __init__(self, error: Exception, size: int, findings: list[Finding]) -> None:
+    def __init__(self, error: BaseException, size: int, findings: list[Finding]) -> None:
         super().__init__(f"{type(error).__name__} at {raising_line(error.__traceback__)}: {error}")
         self.error, self.size, self.findings = error, size, findings
 
@@ -205,7 +205,7 @@ class _Linter:
             with torch.no_grad(), autocast_casts_not_kept(), trace.watching():
                 self._inputs.restore_pads()
                 outputs = call_step(self._subject.step, inputs)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an exit code of the step's is none of lint's
             raise Stopped(error, size, trace.notes.findings) from error
         if self._device.type != "meta":
             left = int(self._inputs.views(1)[NUM_ROWS])
@@ -298,5 +298,5 @@ class _Linter:
         return notes.findings
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

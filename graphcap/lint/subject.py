@@ -144,7 +144,7 @@ def _resolved(name: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # code that exits has not shown that it is clean
         raise InputError(
             f"--module {name}: {module_name} cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -183,7 +183,7 @@ def _called(maker: Callable[..., Any], name: str, device: torch.device) -> Any:
             return maker(**arguments)
     except GraphcapError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(
             f"{name}: {type(error).__name__} at {raising_line(error.__traceback__)} while it made the "
             f"step: {error}"

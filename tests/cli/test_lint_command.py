@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,31 @@ def test_the_device_of_a_checkpoint_is_chosen_by_its_size(
     code, result = lint(capsys, "--checkpoint", str(checkpoint), "--layers", "1")
     assert (code, result["device"]) == (0, "meta")
     assert "were not read" in result["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("raise SystemExit(0)", 2),
+        ("def make(): raise SystemExit(0)", 2),
+        (
+            "import torch\ndef step(x): raise SystemExit(0)\n"
+            "def make(): return step, {'x': torch.ones(2)}",
+            1,
+        ),
+    ],
+)
+def test_code_that_exits_is_not_clean(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    text: str,
+    code: int,
+):
+    (tmp_path / "module_that_exits.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "module_that_exits", raising=False)
+    assert main(["lint", "--module", "module_that_exits:make"]) == code
+    both = capsys.readouterr()
+    assert "SystemExit" in both.out + both.err
+    sys.modules.pop("module_that_exits", None)

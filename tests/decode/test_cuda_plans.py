@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +115,33 @@ def test_without_cuda_bindings_the_cure_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(BackendError, match=r"vllm-graphcap\[cuda\]"):
         source.libraries()
     source.libraries.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("status", "missing", "told"),
+    [
+        (7, "", "nvrtcVersion: expected the driver to take it, found NVRTC_ERROR"),
+        (0, "cuLaunchKernelEx", "no attribute 'cuLaunchKernelEx'"),
+        (0, "", ""),
+    ],
+)
+def test_bindings_that_load_and_cannot_serve_are_an_obstacle(
+    monkeypatch: pytest.MonkeyPatch, status: int, missing: str, told: str
+) -> None:
+    answer = (SimpleNamespace(value=status, name="NVRTC_ERROR"), 13, 0)
+    names = ("cuLaunchKernelEx", "CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = SimpleNamespace(**{n: None for n in names if n != missing})
+    bindings.nvrtc = SimpleNamespace(nvrtcVersion=lambda: answer)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    pretend(monkeypatch)
+    source.libraries.cache_clear()
+    try:
+        found = source.obstacle(torch.device("cuda:0"))
+    finally:
+        source.libraries.cache_clear()
+    assert bool(found) == bool(told)
+    assert told in found
 
 
 def test_everything_compiles_without_a_device() -> None:

@@ -74,6 +74,11 @@ def test_writing_that_fails_leaves_what_was_there(
         ({"buckets": [{"rows": 1, "context": 1, "ms": 1, "plan": {"block": 7}}]}, "found 7"),
         ({"buckets": [{"rows": 1, "context": 1, "ms": 1, "plan": {}, "new": 1}]}, "'new'"),
         ({"machine": 5}, "TypeError"),
+        ({"sizes": dict.fromkeys(DIMENSIONS, float("inf"))}, "OverflowError"),
+        ({"buckets": [{"rows": 1, "context": 1, "ms": 1, "plan": []}]}, "a mapping, found list"),
+        ({"buckets": [{"rows": 1, "context": 10**400, "ms": 1, "plan": {}}]}, "at context 1000"),
+        ({"buckets": [{"rows": 1, "context": 1, "ms": 10**400, "plan": {}}]}, "takes 1000"),
+        ({"buckets": [{"rows": 1, "context": 1, "ms": None, "plan": {}}]}, "takes None ms"),
     ],
 )
 def test_what_is_no_file_of_plans_is_refused(changes: dict[str, object], told: str) -> None:
@@ -139,3 +144,5 @@ def test_the_folder_is_that_of_the_variable_or_the_users_cache(
     monkeypatch.setenv("GRAPHCAP_TUNE_CACHE", "~/plans")
     assert cache_folder() == tmp_path / "plans"
     assert cache_folder(Path("/given")) == Path("/given")
+    monkeypatch.setenv("GRAPHCAP_TUNE_CACHE", "~nobody-of-this-name/plans")
+    assert cache_folder() == Path("~nobody-of-this-name/plans")
