@@ -29,6 +29,12 @@ UNASKED_SHARED_MEMORY = 48 * 1024
 _NEWEST = ("cuLaunchKernelEx", "CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
 """What is used of the driver that came last, with CUDA 11.8."""
 
+_PROBE: dict[str, int | str] = {
+    **dict.fromkeys(("HALF", "NORM", "DELTA", "NORMED", "BIAS", "RESIDUAL", "FLOAT_OUT"), 0),
+    **{"OUTPUTS": 1, "COLUMNS": 256, "ROWS": 1, "PDL": 1},
+}
+"""Constants of the smallest kernel."""
+
 CAPABILITY = (9, 0)
 """The least compute capability: of bulk copies, and of programmatic dependent launch."""
 
@@ -41,9 +47,13 @@ def obstacle(device: torch.device) -> str:
     if capability < CAPABILITY:
         return "they need compute capability 9.0, found {}.{}".format(*capability)
     try:
-        libraries()
+        compiled(
+            "linear.cu", as_constants(_PROBE), capability
+        )  # an NVRTC may be older than the device
     except BackendError as error:
         return str(error.args[0])
+    except Exception as error:  # bindings unlike those known: no reason to lose the step
+        return f"NVRTC cannot be used through these cuda-bindings: {type(error).__name__}: {error}"
     return ""
 
 

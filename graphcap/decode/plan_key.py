@@ -33,7 +33,6 @@ SOURCES = (
     "cuda/common.cuh",
     "cuda/down.cu",
     "cuda/linear.cu",
-    "cuda/source.py",
     "decode/kernels/cuda_linear.py",
     "decode/kernels/triton_fused_attention.py",
     "decode/kernels/triton_fused_linear.py",

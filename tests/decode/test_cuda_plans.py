@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -118,28 +119,50 @@ def test_without_cuda_bindings_the_cure_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("status", "missing", "told"),
+    ("status", "missing", "built", "told"),
     [
-        (7, "", "nvrtcVersion: expected the driver to take it, found NVRTC_ERROR"),
-        (0, "cuLaunchKernelEx", "no attribute 'cuLaunchKernelEx'"),
-        (0, "", ""),
+        (7, "", 0, "nvrtcVersion: expected the driver to take it, found NVRTC_ERROR"),
+        (0, "cuLaunchKernelEx", 0, "no attribute 'cuLaunchKernelEx'"),
+        (0, "nvrtcCreateProgram", 0, "no attribute 'nvrtcCreateProgram'"),
+        (0, "", 5, "linear.cu: expected NVRTC to compile it, found NVRTC_ERROR: too old"),
+        (0, "", 0, ""),
     ],
 )
 def test_bindings_that_load_and_cannot_serve_are_an_obstacle(
-    monkeypatch: pytest.MonkeyPatch, status: int, missing: str, told: str
+    monkeypatch: pytest.MonkeyPatch, status: int, missing: str, built: int, told: str
 ) -> None:
-    answer = (SimpleNamespace(value=status, name="NVRTC_ERROR"), 13, 0)
+    def said(value: int, *more: object) -> tuple[object, ...]:
+        return (SimpleNamespace(value=value, name="NVRTC_ERROR"), *more)
+
+    log = b"too old "
+
+    def write_log(program: object, buffer: bytes) -> tuple[object, ...]:
+        ctypes.memmove(buffer, log, len(log))
+        return said(0)
+
+    nvrtc = {
+        "nvrtcVersion": lambda: said(status, 13, 0),
+        "nvrtcCreateProgram": lambda *_: said(0, "program"),
+        "nvrtcCompileProgram": lambda *_: said(built),
+        "nvrtcGetProgramLogSize": lambda _: said(0, len(log)),
+        "nvrtcGetProgramLog": write_log,
+        "nvrtcGetCUBINSize": lambda _: said(0, 4),
+        "nvrtcGetCUBIN": lambda *_: said(0),
+        "nvrtcDestroyProgram": lambda _: said(0),
+    }
     names = ("cuLaunchKernelEx", "CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
     bindings = ModuleType("cuda.bindings")
     bindings.driver = SimpleNamespace(**{n: None for n in names if n != missing})
-    bindings.nvrtc = SimpleNamespace(nvrtcVersion=lambda: answer)
+    bindings.nvrtc = SimpleNamespace(**{n: f for n, f in nvrtc.items() if n != missing})
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     pretend(monkeypatch)
-    source.libraries.cache_clear()
+    for cached in (source.libraries, source.compiled):
+        cached.cache_clear()
     try:
         found = source.obstacle(torch.device("cuda:0"))
     finally:
-        source.libraries.cache_clear()
+        for cached in (source.libraries, source.compiled):
+            cached.cache_clear()
     assert bool(found) == bool(told)
     assert told in found
 
