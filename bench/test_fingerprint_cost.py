@@ -1,7 +1,7 @@
 """What a replay pays for the question whether all that was recorded is still in place.
 
 The check alone, without the replay. A check is shorter than the resolution of the clock, so many in a row
-are timed; ``microseconds_per_check`` has their median. Of a step with more than 12 names each check compares
+are timed; ``microseconds_per_check`` has their median. Of a step with more than 14 names each check compares
 8 of them, so every window takes part in what is timed.
 """
 
@@ -45,8 +45,8 @@ def plain():
 
 @pytest.fixture
 def small():
-    """A step of 12 names, which are all compared at each check."""
-    weights = [torch.ones(1) for _ in range(9)]
+    """A step of 14 names, which are all compared at each check."""
+    weights = [torch.ones(1) for _ in range(11)]
     return watching(lambda inputs: {"y": inputs["x"] * weights[0]})
 
 

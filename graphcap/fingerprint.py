@@ -13,7 +13,7 @@ from graphcap.errors import StaleRecordingError
 from graphcap.reachable import GONE, Watched, reachable, watch
 
 _WINDOW = 8
-_CHECKED_WHOLE = 12
+_CHECKED_WHOLE = 14
 _ROUNDS = 4  # of which one compares versions as well
 _WRITTEN_BY_STEPS = 2  # so many new versions, and a tensor's version tells nothing
 
@@ -104,7 +104,7 @@ class Fingerprint:
 
     What is watched: every tensor that can be reached by name from the step (its object, modules,
     closure, default arguments and the globals it names), the objects on the way to them, and `extra`.
-    Up to 12 names besides `extra` are all compared at each check. Of more, each check compares the next 8,
+    Up to 14 names besides `extra` are all compared at each check. Of more, each check compares the next 8,
     so a moved one is found within count / 8 replays; what moves all (``module.half()``) is found by the next
     one. Another parameter, buffer or module that is *assigned* on any `torch.nn.Module` makes the next check
     compare all. The memory itself stays alive as long as the fingerprint.
