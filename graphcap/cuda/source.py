@@ -35,6 +35,8 @@ _PROBE: dict[str, int | str] = {
 }
 """Constants of the smallest kernel."""
 
+_CURE = "take a plan without kernels in CUDA C++, such as --schedule plain, and report this"
+
 CAPABILITY = (9, 0)
 """The least compute capability: of bulk copies, and of programmatic dependent launch."""
 
@@ -139,20 +141,24 @@ def function(
             one at a time, and one of these would have to wait for the other.
 
     Raises:
-        BackendError: it cannot be compiled or loaded; says why.
+        BackendError: it cannot be compiled or loaded; says why, and nothing of it stays loaded.
     """
     driver, _ = libraries()
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # has torch make its context the current one
         code = compiled(source, constants, torch.cuda.get_device_capability(device))
         module = asked(driver.cuModuleLoadData(code), source)
-        found = asked(driver.cuModuleGetFunction(module, name.encode()), name)
-        attributes = driver.CUfunction_attribute
-        share = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        asked(driver.cuFuncSetAttribute(found, share, 100), name)
-        if shared > UNASKED_SHARED_MEMORY:
-            most = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            asked(driver.cuFuncSetAttribute(found, most, shared), name)
+        try:
+            found = asked(driver.cuModuleGetFunction(module, name.encode()), name)
+            attributes = driver.CUfunction_attribute
+            share = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            asked(driver.cuFuncSetAttribute(found, share, 100), name)
+            if shared > UNASKED_SHARED_MEMORY:
+                most = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                asked(driver.cuFuncSetAttribute(found, most, shared), name)
+        except BackendError:
+            driver.cuModuleUnload(module)
+            raise
     return found
 
 
@@ -172,7 +178,7 @@ def compiled(source: str, constants: Constants, capability: tuple[int, int]) -> 
             asked(nvrtc.nvrtcGetProgramLog(program, log), source)
             raise BackendError(
                 f"{source}: expected NVRTC to compile it, found {status.name}: "
-                f"{log.decode(errors='replace').strip()}"
+                f"{log.decode(errors='replace').strip()}; {_CURE}"
             )
         code = b" " * asked(nvrtc.nvrtcGetCUBINSize(program), source)
         asked(nvrtc.nvrtcGetCUBIN(program, code), source)
@@ -197,5 +203,5 @@ def asked(answer: tuple[Any, ...], what: str) -> Any:
     """
     status, *result = answer
     if status.value:
-        raise BackendError(f"{what}: expected the driver to take it, found {status.name}")
+        raise BackendError(f"{what}: expected the driver to take it, found {status.name}; {_CURE}")
     return result[0] if result else None

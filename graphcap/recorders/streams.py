@@ -40,7 +40,11 @@ class StreamLease:
 
     def take_workspace(self) -> None:
         """Have cuBLAS take its workspaces for this thread and stream, from the stream's own pool, unless
-        it has them."""
+        it has them.
+
+        Raises:
+            torch.cuda.OutOfMemoryError: there is no room for them; the step could not run either.
+        """
         if self._pool is None:
             return
         try:
@@ -49,8 +53,11 @@ class StreamLease:
                     square = torch.zeros(16, 16, device=self._device, dtype=dtype)
                     torch.mm(square, square)
                     torch.addmm(square[0], square, square)  # cuBLASLt has one of its own
+        except torch.cuda.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # such as an allocator that has no pools
-            logger.debug("workspaces of cuBLAS are not held: %s", error)
+            self.pool = None  # the pointer check then calls them "unnamed"
+            logger.info("workspaces of cuBLAS are torch's to give back: %s", error)
 
 
 def _new_pool() -> Any:

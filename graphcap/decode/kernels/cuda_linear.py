@@ -1,8 +1,7 @@
 """Projections of one token in CUDA C++ (``cuda/linear.cu``); signatures as in `triton_fused_linear`.
 
 What they do besides: all weights of a projection are in registers before the kernel before has ended,
-without a second wave of programs, and rows are summed with a third of the exchanges. On an H200 two
-microseconds a projection are saved of four.
+without a second wave of programs. What a plan with them gains stands in the packaged table of plans.
 """
 
 from __future__ import annotations
