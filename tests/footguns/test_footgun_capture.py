@@ -254,7 +254,9 @@ def test_16_kin_after_any_failure(error: type[BaseException]):
     with pytest.raises((error, CaptureError)):
         manager_of(doing(explode), settings=STRICT).capture()
     assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen
+    # conftest.py freezes what the session has loaded. Frozen objects may still die one by one, so
+    # the count can fall a little; a call of `unfreeze` empties it and one of `freeze` raises it.
+    assert 0 < gc.get_freeze_count() <= frozen
 
 
 @pytest.mark.parametrize("enabled", [False, True])
