@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 RECORDERS = ("auto", "cuda", "tape")
 _MOST_DIGITS = 18  # beyond it Python may refuse to convert, and no count is that large
+SCHEDULES = ("auto", "plain")
 KERNELS = ("auto", "triton", "vllm", "ixformer", "reference")
 
 
@@ -36,6 +37,7 @@ class Settings:
         report: where to write the capture report as JSON; None: nowhere.
         nvtx: mark the parts of MoE layers as NVTX ranges.
         tune_cache: the folder of plans that `graphcap tune` found; None: in the user's cache.
+        schedule: ``auto``, or ``plain``: MoE layers of vLLM's models run without plans.
     """
 
     enabled: bool = False
@@ -49,12 +51,14 @@ class Settings:
     report: Path | None = None
     nvtx: bool = False
     tune_cache: Path | None = None
+    schedule: str = "auto"
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, accepted in (
             ("recorder", RECORDERS),
             ("kernels", KERNELS),
+            ("schedule", SCHEDULES),
             ("verify", ("off", "capture")),
         ):
             if getattr(self, name) not in accepted:
@@ -110,6 +114,7 @@ class Settings:
             "GRAPHCAP_BUCKETS": self.buckets,
             "GRAPHCAP_RECORDER": self.recorder,
             "GRAPHCAP_KERNELS": self.kernels,
+            "GRAPHCAP_SCHEDULE": self.schedule,
             "GRAPHCAP_VERIFY": str(self.verify_every) if self.verify_every else self.verify,
             "GRAPHCAP_STRICT": "1" if self.strict else "0",
             "GRAPHCAP_POOL_MIB": "unset" if self.pool_mib is None else f"{self.pool_mib:g}",
@@ -229,6 +234,11 @@ VARIABLES = (
     Variable("GRAPHCAP_BUCKETS", "auto, sizes such as 1,2,4,8,64, or plan:FILE", _buckets),
     Variable("GRAPHCAP_RECORDER", "auto, cuda or tape", _choice("recorder", RECORDERS)),
     Variable("GRAPHCAP_KERNELS", "kernel backend", _choice("kernels", KERNELS)),
+    Variable(
+        "GRAPHCAP_SCHEDULE",
+        "auto: MoE layers in vLLM run by tuned plans; plain: without",
+        _choice("schedule", SCHEDULES),
+    ),
     Variable("GRAPHCAP_VERIFY", "off, capture, or N: also check every N-th replay", _verify),
     Variable("GRAPHCAP_STRICT", "1 makes every fallback an error", _switch("strict")),
     Variable("GRAPHCAP_POOL_MIB", "refuse to plan a larger pool", _pool_mib),

@@ -21,6 +21,7 @@ GOOD = {
     "GRAPHCAP_STRICT": "1",
     "GRAPHCAP_POOL_MIB": "2.5",
     "GRAPHCAP_NVTX": "1",
+    "GRAPHCAP_SCHEDULE": "plain",
 }
 
 
@@ -34,7 +35,7 @@ def test_every_variable_is_read(tmp_path: Path):
     paths = {"GRAPHCAP_REPORT": str(report), "GRAPHCAP_TUNE_CACHE": str(tuned)}
     settings = Settings.from_env({**GOOD, **paths})
     assert settings == Settings(
-        True, "1,2,64", "tape", "reference", "capture", 100, True, 2.5, report, True, tuned
+        True, "1,2,64", "tape", "reference", "capture", 100, True, 2.5, report, True, tuned, "plain"
     )
     assert set(settings.origins.values()) == {"environment"}
 
@@ -79,6 +80,7 @@ def test_origin_tells_default_from_environment():
         ("GRAPHCAP_BUCKETS", "9" * 5000),
         ("GRAPHCAP_RECORDER", "cud"),
         ("GRAPHCAP_KERNELS", "cutlass"),
+        ("GRAPHCAP_SCHEDULE", "fused"),
         ("GRAPHCAP_VERIFY", "0"),
         ("GRAPHCAP_VERIFY", "-3"),
         ("GRAPHCAP_VERIFY", "sometimes"),

@@ -4,7 +4,9 @@ the driver (``cuda-bindings``). No compiler has to be installed; nothing is buil
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -80,6 +82,24 @@ def libraries() -> tuple[Any, Any]:
     return driver, nvrtc
 
 
+class _ThreadState(threading.local):
+    held = False
+
+
+_state = _ThreadState()
+
+
+@contextmanager
+def not_launched() -> Iterator[None]:
+    """Inside, this thread compiles and loads kernels of this package, and launches none: for whoever wants
+    them ready and has no weights that they could read."""
+    before, _state.held = _state.held, True
+    try:
+        yield
+    finally:
+        _state.held = before
+
+
 @dataclass(frozen=True)
 class CudaKernel:
     """A function of a source, compiled and loaded on one device.
@@ -99,11 +119,13 @@ class CudaKernel:
     pdl: bool = True
 
     def launch(self, device: torch.device, *arguments: Argument) -> None:
-        """Launch on the current stream of `device`. All memory is the caller's.
+        """Launch on the current stream of `device`, unless `not_launched`. All memory is the caller's.
 
         Raises:
             BackendError: the driver refuses.
         """
+        if _state.held:
+            return
         driver, _ = libraries()
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = self.grid, 1, 1

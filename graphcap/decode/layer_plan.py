@@ -11,8 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from graphcap.decode.kernels import DecodeKernels
+import torch
+
+from graphcap.decode.kernels import DecodeKernels, FusedLayerKernels
 from graphcap.errors import InputError
+from graphcap.moe.kernels import ExpertKernels
 from graphcap.operations import Operation
 
 _CUDA_KINDS = ("CudaRows", "CudaDown")
@@ -41,6 +44,19 @@ TILED = (
     "pair_down",
 )
 """Kernels whose tile a plan may give."""
+
+EXPERT_CHAIN = (
+    "router",
+    "top_k",
+    "align",
+    "gated_gemm",
+    "down_gemm",
+    "merge",
+    "pair_gate_up",
+    "pair_down",
+)
+"""Kernels of the routed experts behind their norm: all that a plan says of layers of which only the experts
+are graphcap's."""
 
 CUDA_TILES = {
     "norm_qkv": "CudaRows",
@@ -101,6 +117,15 @@ class LayerPlan:
         tiles = {name: tile for name, tile in self.tiles.items() if name not in names}
         return replace(self, tiles=tiles)
 
+    def of_experts(self) -> LayerPlan:
+        """What it says of the kernels in `EXPERT_CHAIN`, and nothing else."""
+        return replace(
+            self,
+            tiles={name: tile for name, tile in self.tiles.items() if name in EXPERT_CHAIN},
+            blas=frozenset(),
+            without_pdl=self.without_pdl.intersection(EXPERT_CHAIN),
+        )
+
 
 def default_plan(rows: int) -> LayerPlan:
     """What runs where nothing was measured."""
@@ -132,40 +157,17 @@ class PlannedKernels:
 
 def planned(kernels: DecodeKernels, plan: LayerPlan) -> PlannedKernels:
     """`kernels`, which have a fused layer, by `plan`."""
-    fused, experts = kernels.fused, kernels.experts
+    fused = kernels.fused
     assert fused is not None
-    in_cuda = plan.in_cuda
 
     def by_plan(name: str, operation: Operation) -> Operation:
-        if name in in_cuda:
-            operation = _in_cuda(name)
-        options: dict[str, Any] = {"pdl": name not in plan.without_pdl}
-        if name in plan.tiles:
-            options["tile"] = plan.tiles[name]
-        scratch = operation.scratch
-        if name == "attend" and name in plan.tiles:
-            scratch = _attend_scratch(plan.tiles[name])
-        return _with_options(operation, options, scratch)
+        return _by_plan(plan, name, operation)
 
     def projection(name: str) -> Operation:
         return kernels.linear if name in plan.blas else by_plan(name, fused.project)
 
-    changed: dict[str, Any] = {
-        "topk_softmax": by_plan("top_k", experts.topk_softmax),
-        "align": by_plan("align", experts.align),
-        "expert_gemm": by_plan("down_gemm", experts.expert_gemm),
-        "merge": by_plan("merge", experts.merge),
-        "gated_gemm": by_plan("gated_gemm", fused.gated_gemm),
-        "block": plan.block,
-    }
-    if experts.pairs is not None:
-        changed["pairs"] = replace(
-            experts.pairs,
-            gate_up=by_plan("pair_gate_up", experts.pairs.gate_up),
-            down=by_plan("pair_down", experts.pairs.down),
-        )
     return PlannedKernels(
-        replace(kernels, experts=replace(experts, **changed)),
+        replace(kernels, experts=planned_experts(kernels.experts, fused, plan)),
         by_plan("norm_qkv", fused.norm_qkv),
         by_plan("attend", fused.attend),
         by_plan("output_residual", fused.output_residual),
@@ -175,6 +177,54 @@ def planned(kernels: DecodeKernels, plan: LayerPlan) -> PlannedKernels:
         projection("output"),
         by_plan("router", fused.project.named("router GEMM")),
     )
+
+
+def planned_experts(
+    experts: ExpertKernels, fused: FusedLayerKernels, plan: LayerPlan
+) -> ExpertKernels:
+    """`experts` with the tiles of `plan`; with layers "apart" the router is the projection of the same
+    plan, whose weights are on their way while the kernel before is still running."""
+    changed: dict[str, Any] = {
+        "topk_softmax": _by_plan(plan, "top_k", experts.topk_softmax),
+        "align": _by_plan(plan, "align", experts.align),
+        "expert_gemm": _by_plan(plan, "down_gemm", experts.expert_gemm),
+        "merge": _by_plan(plan, "merge", experts.merge),
+        "gated_gemm": _by_plan(plan, "gated_gemm", fused.gated_gemm),
+        "block": plan.block,
+    }
+    if plan.layers == "apart":
+        router = _by_plan(plan, "router", fused.project.named("router GEMM"))
+        changed["router_gemm"] = _as_router(router)
+    if experts.pairs is not None:
+        changed["pairs"] = replace(
+            experts.pairs,
+            gate_up=_by_plan(plan, "pair_gate_up", experts.pairs.gate_up),
+            down=_by_plan(plan, "pair_down", experts.pairs.down),
+        )
+    return replace(experts, **changed)
+
+
+def _by_plan(plan: LayerPlan, name: str, operation: Operation) -> Operation:
+    if name in plan.in_cuda:
+        operation = _in_cuda(name)
+    options: dict[str, Any] = {"pdl": name not in plan.without_pdl}
+    if name in plan.tiles:
+        options["tile"] = plan.tiles[name]
+    scratch = operation.scratch
+    if name == "attend" and name in plan.tiles:
+        scratch = _attend_scratch(plan.tiles[name])
+    return Operation(
+        operation.name, operation.implementation, partial(operation.function, **options), scratch
+    )
+
+
+def _as_router(project: Operation) -> Operation:
+    """`project` with the arguments of `router_gemm`."""
+
+    def router_gemm(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> None:
+        project.function(hidden, weight, None, logits)
+
+    return Operation(project.name, project.implementation, router_gemm)
 
 
 def _in_cuda(name: str) -> Operation:
@@ -187,14 +237,6 @@ def _in_cuda(name: str) -> Operation:
         "norm_router": cuda_linear.norm_router,
         "pair_down": cuda_down.pair_down,
     }[name]
-
-
-def _with_options(
-    operation: Operation, options: Mapping[str, Any], scratch: Callable[..., Any] | None
-) -> Operation:
-    return Operation(
-        operation.name, operation.implementation, partial(operation.function, **options), scratch
-    )
 
 
 def _attend_scratch(tile: Any) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,6 +48,16 @@ SOURCES = (
 """The kernels that a plan has tiles for or launches; paths below the package."""
 
 
+class ExpertSizes(NamedTuple):
+    """Of `DIMENSIONS` those that the kernels of routed experts see: models that differ in the others share
+    the plans of their experts."""
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    moe_intermediate_size: int
+
+
 @dataclass(frozen=True)
 class PlanKey:
     """Attributes:
@@ -69,12 +79,22 @@ class PlanKey:
     def file_name(self) -> str:
         """One for each key: the device and dtype to read, and a digest."""
         digest = hashlib.sha256(repr((self.device, self.sizes, self.dtype)).encode()).hexdigest()
-        device = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
-        return f"{device}_{self.dtype}_{digest[:12]}.json"
+        return f"{file_name_start(self.device, self.dtype)}{digest[:12]}.json"
+
+    @property
+    def experts(self) -> ExpertSizes:
+        """The sizes that the kernels of routed experts see."""
+        sizes = dict(self.sizes)
+        return ExpertSizes(*(sizes[name] for name in ExpertSizes._fields))
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {size}" for name, size in self.sizes)
         return f"{self.device}, {self.dtype}, {sizes}"
+
+
+def file_name_start(device: str, dtype: str) -> str:
+    """With what the name of every file of plans for `device` and `dtype` starts."""
+    return f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}_{dtype}_"
 
 
 @cache

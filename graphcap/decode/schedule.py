@@ -6,9 +6,7 @@ nothing can be tuned inside a capture.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,24 +14,21 @@ import torch
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.cache_format import CacheFormat
 from graphcap.decode.cuda_kernels import cuda_obstacles
+from graphcap.decode.expert_plans import LONGEST_ROW, ExpertPlans
 from graphcap.decode.kernels import DecodeKernels
 from graphcap.decode.layer_plan import LayerPlan, default_plan
 from graphcap.decode.model_shape import ModelShape
-from graphcap.decode.plan_files import PlanFile, TunedBucket, cache_folder, read_plans, tables
-from graphcap.decode.plan_key import PlanKey, differences
+from graphcap.decode.plan_choice import PlanChoice, cached_plans, device_obstacle, nearest
+from graphcap.decode.plan_files import PlanFile, TunedBucket, cache_folder, tables
+from graphcap.decode.plan_key import ExpertSizes, PlanKey, differences
 from graphcap.decode.weights import ModelWeights
 from graphcap.errors import InputError
-from graphcap.explain import warn
-
-logger = logging.getLogger(__name__)
+from graphcap.moe.kernels import ExpertKernels
 
 SCHEDULES = ("auto", "fused", "plain")
 
 Plans = Callable[[int], LayerPlan]
 """The plan of a bucket of so many rows."""
-
-LONGEST_ROW = 8192
-"""Values of a weight row that a program of the fused schedule holds in registers at the most."""
 
 LARGEST_HEAD = 256
 """The largest head dimension that fused attention was measured with."""
@@ -41,27 +36,6 @@ LARGEST_HEAD = 256
 CONTEXT_RATIO = 2
 """A tile of attention serves contexts up to so many times as long or as short as the one it was
 tuned for: it says into how many splits a sequence is divided."""
-
-_told: set[tuple[str, str]] = set()
-
-
-@dataclass(frozen=True)
-class PlanChoice:
-    """How the layers of a bucket run.
-
-    Attributes:
-        source: "asked for", "cache" (tuned on this machine), "table" (packaged), "default" (by rule) or
-            "not supported".
-        why: what the source says.
-    """
-
-    rows: int
-    plan: LayerPlan
-    source: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.plan.layers} ({self.source}: {self.why})"
 
 
 def check_schedule(schedule: str, kernels: DecodeKernels) -> None:
@@ -98,14 +72,9 @@ def _no_fused_layer(kernels: DecodeKernels) -> str:
 
 def default_obstacle(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the fused schedule, which could run, is not taken where nothing was measured; None: it is."""
-    if device.type != "cuda":
-        return f"the device is {device.type}, and the fused schedule is made for CUDA"
-    if torch.version.cuda is None or "corex" in torch.__version__:
-        return "the device is none of NVIDIA's, and nothing was measured on it"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "the compute capability is below 8.0, and nothing was measured there"
-    if dtype.itemsize != 2:
-        return f"weights are {str(dtype).removeprefix('torch.')}, and tiles are for 16 bits"
+    obstacle = device_obstacle(dtype, device)
+    if obstacle is not None:
+        return obstacle
     longest = max(shape.hidden_size, shape.num_heads * shape.head_dim)
     if longest > LONGEST_ROW:
         return f"rows of {longest} values do not fit registers; {LONGEST_ROW} do"
@@ -152,6 +121,12 @@ class Schedule:
         if name == "auto" and self._obstacle is None:
             self._against = default_obstacle(weights.shape, weights.dtype, weights.device)
             self._found = measured_plans(weights, cache_folder(tune_cache))
+        self._experts: ExpertPlans | None = None
+        if name == "auto" and kernels.fused is not None and weights.shape.is_hybrid:
+            sizes = ExpertSizes(*(getattr(weights.shape, name) for name in ExpertSizes._fields))
+            self._experts = ExpertPlans(
+                kernels.experts, kernels.fused, sizes, weights.dtype, weights.device, tune_cache
+            )
 
     @property
     def may_fuse(self) -> bool:
@@ -166,6 +141,10 @@ class Schedule:
             self._choices[rows] = self._choose(rows)
         return self._choices[rows]
 
+    def experts(self, rows: int) -> ExpertKernels | None:
+        """On which kernels the routed experts of a plain bucket run; None: on those without a plan."""
+        return None if self._experts is None else self._experts.kernels(rows)
+
     def _choose(self, rows: int) -> PlanChoice:
         if self.name == "plain":
             return PlanChoice(rows, LayerPlan("plain"), "asked for", "schedule 'plain'")
@@ -178,17 +157,20 @@ class Schedule:
                 )
             return PlanChoice(rows, plan, "asked for", "schedule 'fused'")
         if self._obstacle is not None:
-            return PlanChoice(rows, LayerPlan("plain"), "not supported", self._obstacle)
+            experts = None if self._experts is None else self._experts.choice(rows)
+            plain = LayerPlan("plain")
+            return PlanChoice(rows, plain, "not supported", self._obstacle, experts)
         for source, where, file in self._found:
             tuned = nearest(file.buckets, rows, self._capacity)
             if tuned is not None:
                 plan, why = fitted(tuned, rows, self._capacity)
-                obstacles = self._without_cuda(plan, rows)
+                obstacles, lacks = self._without_cuda(plan, rows), ""
                 if obstacles:
                     reason = next(iter(obstacles.values()))
-                    why += f"; {', '.join(obstacles)} by Triton, not CUDA C++: {reason}"
+                    lacks = f"{', '.join(obstacles)} by Triton, not CUDA C++: {reason}"
+                    why += f"; {lacks}"
                     plan = plan.without(obstacles)
-                return PlanChoice(rows, plan, source, f"{where}: {why}")
+                return PlanChoice(rows, plan, source, f"{where}: {why}", file=where, lacks=lacks)
         if self._against is not None:
             return PlanChoice(rows, LayerPlan("plain"), "default", self._against)
         why = "no tuned plan serves this bucket" if self._found else "no plan was tuned for this"
@@ -215,7 +197,12 @@ def measured_plans(weights: ModelWeights, folder: Path) -> list[tuple[str, str, 
     found = []
     key = PlanKey.of(weights.shape, weights.dtype, torch.cuda.get_device_name(device))
     path = folder / key.file_name
-    file = _cached(key, path)
+    file = cached_plans(
+        path,
+        lambda file: (
+            "" if file.key == key else f"expected plans for {key}, found plans for {file.key}"
+        ),
+    )
     if file is not None:
         found.append(("cache", str(path), file))
     for name, table in tables():
@@ -223,49 +210,6 @@ def measured_plans(weights: ModelWeights, folder: Path) -> list[tuple[str, str, 
             other = "; ".join(differences(table.machine, table.kernels))
             found.append(("table", f"{name}{f' (made with {other})' if other else ''}", table))
     return found
-
-
-def _cached(key: PlanKey, path: Path) -> PlanFile | None:
-    """The plans in `path`; None where there are none that can be used, for which it warns once."""
-    try:
-        if not path.exists():
-            return None
-        file = read_plans(path)
-        problem = ""
-        if file.key != key:
-            problem = f"expected plans for {key}, found plans for {file.key}"
-        elif stale := differences(file.machine, file.kernels):
-            problem = f"it was made with {'; '.join(stale)}"
-    except (InputError, OSError) as error:
-        problem = error.args[0] if isinstance(error, InputError) else str(error)
-    if not problem:
-        return file
-    if (str(path), problem) not in _told:
-        _told.add((str(path), problem))
-        warn(
-            logger,
-            "tune-cache",
-            "tuned plans are not used, buckets run by table or default: %s: %s",
-            path,
-            problem,
-        )
-    return None
-
-
-def nearest(buckets: Iterable[TunedBucket], rows: int, capacity: int) -> TunedBucket | None:
-    """Whose plan serves `rows` rows and sequences of up to `capacity` tokens; None: nobody's.
-
-    The smallest tuned size that is at least `rows` and less than twice as many, as a batch runs in the
-    smallest bucket that holds it; of its contexts the one that is nearest to `capacity` by ratio.
-    """
-    fitting = [bucket for bucket in buckets if rows <= bucket.rows < 2 * rows]
-    if not fitting:
-        return None
-    size = min(bucket.rows for bucket in fitting)
-    return min(
-        (bucket for bucket in fitting if bucket.rows == size),
-        key=lambda bucket: max(bucket.context, capacity) / min(bucket.context, capacity),
-    )
 
 
 def fitted(tuned: TunedBucket, rows: int, capacity: int) -> tuple[LayerPlan, str]:

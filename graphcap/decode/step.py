@@ -140,6 +140,7 @@ class DecodeStep:
         ]
         self._ranges = ranges
         self._experts = self._make_experts(kernels.experts)
+        self._planned_experts: dict[int, list[RoutedExperts | None]] = {}
         self._schedule = Schedule(schedule, weights, cache, kernels, plans, tune_cache)
         self._fused = fused_layers(
             self._schedule, weights, cache, kernels, pool, self._make_experts, self.cos_sin
@@ -150,6 +151,15 @@ class DecodeStep:
     def bucket_choice(self, rows: int) -> PlanChoice:
         """By which plan a bucket of `rows` runs, and why."""
         return self._schedule.choice(rows)
+
+    def _experts_of(self, rows: int) -> list[RoutedExperts | None]:
+        """Those of a plain bucket of `rows`."""
+        kernels = self._schedule.experts(rows)
+        if kernels is None or kernels is self._kernels.experts:
+            return self._experts
+        if rows not in self._planned_experts:
+            self._planned_experts[rows] = self._make_experts(kernels)
+        return self._planned_experts[rows]
 
     def _make_experts(self, kernels: ExpertKernels) -> list[RoutedExperts | None]:
         """The experts of every layer; None where it is dense."""
@@ -329,7 +339,7 @@ class DecodeStep:
     ) -> None:
         """hidden (M, H), normed -> what the MLP adds to the residual."""
         pool, kernels = self._pool, self._kernels
-        experts = self._experts[index]
+        experts = self._experts_of(hidden.shape[0])[index]
         if experts is not None:
             shared = self._shared[index]
             if shared is None:

@@ -22,11 +22,14 @@ from typing import Any
 
 import torch
 
+from graphcap.cuda.source import not_launched
+from graphcap.decode.expert_plans import ExpertPlans
 from graphcap.hosts.vllm.choice import Choice
-from graphcap.hosts.vllm.experts import MOST_TOKENS, obstacle
+from graphcap.hosts.vllm.experts import MOST_TOKENS, PlansOfLayers, obstacle
 from graphcap.moe.experts import RoutedExperts, few_pairs
-from graphcap.moe.kernels import ExpertKernels, choose_backend, expert_kernels
+from graphcap.moe.kernels import choose_backend
 from graphcap.pool import BufferPool
+from graphcap.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -165,14 +168,14 @@ def _compile_experts(ahead: Ahead, routed: Any) -> None:
     backend = None if wanted == "vllm" else choose_backend(wanted, ahead.device)
     if backend is None or backend.name != "triton":
         return
-    kernels = expert_kernels(backend)
+    plans = PlansOfLayers(backend, ahead.device, Settings.from_env()).of(routed)
     few: list[int] = []
     many: list[int] = []
     for size in sorted(size for size in sizes if size <= MOST_TOKENS):
         (few if few_pairs(size, int(routed.top_k), shapes[0][0]) else many).append(size)
     renormalize = bool(routed.renormalize)
-    ahead.begin("few", lambda: our_experts(kernels, ahead.each(few), renormalize, *made))
-    ahead.begin("many", lambda: our_experts(kernels, ahead.each(many), renormalize, *made))
+    ahead.begin("few", lambda: our_experts(plans, ahead.each(few), renormalize, *made))
+    ahead.begin("many", lambda: our_experts(plans, ahead.each(many), renormalize, *made))
 
 
 def sample(vllm_config: Any, device: torch.device) -> None:
@@ -202,7 +205,7 @@ def _weights(
 
 
 def our_experts(
-    kernels: ExpertKernels,
+    plans: ExpertPlans,
     sizes: Iterable[int],
     renormalize: bool,
     device: torch.device,
@@ -211,7 +214,7 @@ def our_experts(
     top_k: int,
 ) -> None:
     """graphcap's kernels of an MoE layer, at each of `sizes`. All rows are padding, so that no expert is
-    reached but one that has memory."""
+    reached but one that has memory; those in CUDA C++ read weights of padding too, and are not launched."""
     gate_up, down = _weights(device, shapes, dtype)
     router = torch.zeros(down.shape[0], down.shape[1], dtype=dtype, device=device)
     for size in sizes:
@@ -219,9 +222,15 @@ def our_experts(
         rows = torch.full((size,), -1, dtype=torch.int64, device=device)
         pool = BufferPool(device)
         experts = RoutedExperts(
-            kernels, pool, router, gate_up, down, top_k=top_k, renormalize=renormalize
+            plans.kernels(size),
+            pool,
+            router,
+            gate_up,
+            down,
+            top_k=top_k,
+            renormalize=renormalize,
         )
-        with pool.step():
+        with pool.step(), not_launched():
             experts(hidden, rows, torch.empty_like(hidden))
 
 

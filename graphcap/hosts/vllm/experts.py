@@ -15,10 +15,14 @@ from typing import Any
 
 import torch
 
+from graphcap.decode.expert_plans import ExpertPlans
+from graphcap.decode.kernels import FusedLayerKernels, decode_kernels
+from graphcap.decode.plan_choice import PlanChoice
+from graphcap.decode.plan_key import ExpertSizes
 from graphcap.errors import BackendError
 from graphcap.explain import warn
 from graphcap.moe.experts import RoutedExperts
-from graphcap.moe.kernels import ExpertKernels, choose_backend, expert_kernels
+from graphcap.moe.kernels import Backend, ExpertKernels, choose_backend, expert_kernels
 from graphcap.moe.ranges import nvtx_ranges
 from graphcap.operations import KernelChoice
 from graphcap.pool import BufferPool
@@ -47,6 +51,8 @@ class PooledExperts:
     Attributes:
         kernels: graphcap's; None: layers stay on vLLM's kernels, `why` says why.
         layers: what each layer that a step reached runs on, with the reason, counted.
+        plans: by which plan the layers of a batch of so many tokens run, and why; filled as batches come.
+            Where a model has experts of several sizes it is that of the layer which came last.
     """
 
     def __init__(
@@ -59,6 +65,8 @@ class PooledExperts:
         self.pool = pool
         self.kernels: ExpertKernels | None = None
         self.layers: Counter[str] = Counter()
+        self.plans: dict[int, PlanChoice] = {}
+        self._plans: PlansOfLayers | None = None
         self._seen: set[int] = set()
         self._ranges = nvtx_ranges(settings)
         wanted = settings.kernels
@@ -71,7 +79,8 @@ class PooledExperts:
         else:
             try:
                 backend = choose_backend(wanted, device)
-                self.kernels, self.why = expert_kernels(backend), backend.why
+                self._plans = PlansOfLayers(backend, device, settings)
+                self.kernels, self.why = self._plans.kernels, backend.why
             except BackendError as error:
                 self.why = str(error)
                 warn(logger, "moe-layers", "MoE layers stay on vLLM's kernels: %s", error)
@@ -104,9 +113,14 @@ class PooledExperts:
         The result is not the pool's: what a model we do not know keeps of it must stay intact.
         """
         routed = runner.routed_experts
-        assert self.kernels is not None
+        assert self._plans is not None
+        rows, kernels = hidden.shape[0], self._plans.kernels
+        if hidden.is_contiguous():
+            plans = self._plans.of(routed)
+            self.plans[rows] = plans.choice(rows)
+            kernels = plans.kernels(rows)
         experts = RoutedExperts(
-            self.kernels,
+            kernels,
             self.pool,
             runner.gate.weight,
             routed.w13_weight,
@@ -118,6 +132,39 @@ class PooledExperts:
         out = torch.empty_like(hidden)
         experts(hidden, slots[: hidden.shape[0]], out)
         return out
+
+
+class PlansOfLayers:
+    """The kernels of a backend, and its plans for the experts of each layer.
+
+    Attributes:
+        kernels: without a plan.
+
+    Raises:
+        BackendError: see `expert_kernels`.
+    """
+
+    def __init__(self, backend: Backend, device: torch.device, settings: Settings) -> None:
+        self.kernels = expert_kernels(backend)
+        self._fused: FusedLayerKernels | None = None
+        if backend.name == "triton" and settings.schedule != "plain":
+            self._fused = decode_kernels(backend).fused
+        self._device = device
+        self._folder = settings.tune_cache
+        self._made: dict[tuple[ExpertSizes, torch.dtype], ExpertPlans] = {}
+
+    def of(self, routed: Any) -> ExpertPlans:
+        """For the experts of `routed`, vLLM's module of their weights; on a rank of tensor parallelism,
+        whose part of them is another size."""
+        w2 = routed.w2_weight
+        experts, width, inner = w2.shape
+        sizes = ExpertSizes(width, experts, int(routed.top_k), inner)
+        key = sizes, w2.dtype
+        if key not in self._made:
+            self._made[key] = ExpertPlans(
+                self.kernels, self._fused, *key, self._device, self._folder
+            )
+        return self._made[key]
 
 
 def not_shown(hybrid: bool, recorder: str, settings: Settings, device: torch.device) -> str | None:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from graphcap.decode.plan_json import plan_to_json
 from graphcap.explain import warn
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.counters import SharedCounters
@@ -111,6 +112,7 @@ class Reporter:
         lines.append(f"pool: {engine.pool.nbytes / 2**20:.2f} MiB for all layers and buckets")
         for what, count in sorted(engine.experts.layers.items()):
             lines.append(f"{count} MoE layers: {what}")
+        lines += lines_of_plans(engine.experts)
         lines += [
             f"{choice.operation} runs on {choice.kernel}: {choice.note}"
             for choice in engine.experts.choices()
@@ -135,6 +137,14 @@ class Reporter:
             "breaks": sum(breaks(reports["decode"]).values()),
             "moe_layers": dict(engine.experts.layers),
             "kernels": [asdict(choice) for choice in engine.experts.choices()],
+            "expert_plans": {
+                str(rows): {
+                    "source": choice.source,
+                    "why": choice.why,
+                    "plan": plan_to_json(choice.plan),
+                }
+                for rows, choice in sorted(engine.experts.plans.items())
+            },
             "pool_bytes": engine.pool.nbytes,
             "fallbacks": dict(self.fallbacks),
             "notes": list(notes),
@@ -151,6 +161,21 @@ class Reporter:
                 path,
                 error,
             )
+
+
+def lines_of_plans(experts: PooledExperts) -> list[str]:
+    """Where the plans of the experts come from, and what of them cannot be had here."""
+    by_source: dict[str, list[str]] = {}
+    lacking: list[str] = []
+    for rows, choice in sorted(experts.plans.items()):
+        if choice.source == "not supported":
+            continue
+        what = "by rule" if choice.source == "default" else f"by {choice.source} {choice.file}"
+        by_source.setdefault(what, []).append(str(rows))
+        if choice.lacks:
+            lacking.append(f"experts at batch {rows}: {choice.lacks}")
+    found = [f"experts {what} at batch {', '.join(sizes)}" for what, sizes in by_source.items()]
+    return [*found, *lacking]
 
 
 def breaks(report: CaptureReport) -> dict[str, int]:

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from graphcap.cuda import source
 from graphcap.errors import BackendError
 from graphcap.hosts.vllm import ahead
 from graphcap.hosts.vllm.choice import KEY, Choice
-from graphcap.moe.kernels import Backend
+from graphcap.moe.kernels import Backend, expert_kernels
+from graphcap.operations import Operation
 
 CPU = torch.device("cpu")
 LONG = 20.0
@@ -83,7 +86,8 @@ def backend(monkeypatch: pytest.MonkeyPatch, found: Backend | Exception) -> list
         return found
 
     monkeypatch.setattr(ahead, "choose_backend", choose)
-    monkeypatch.setattr(ahead, "expert_kernels", lambda backend: backend.name)
+    plans = SimpleNamespace(of=lambda routed: None)
+    monkeypatch.setattr(ahead, "PlansOfLayers", lambda *given: plans)
     return asked
 
 
@@ -227,3 +231,26 @@ def test_the_interpreter_does_not_go_away_under_a_thread(ending: str, tmp_path: 
     )
     assert done.returncode == {"p": 0, "r": 1, "s": 3}[ending[0]], done.stderr
     assert (tmp_path / "kernels").read_text() == "done "
+
+
+def test_kernels_are_compiled_by_the_plans_that_will_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch by its own; nothing in CUDA C++ is launched, which would read weights that are not there."""
+    asked: list[int] = []
+    launched: list[bool] = []
+    reference = expert_kernels(Backend("reference", "test"))
+    align = reference.align
+
+    def kernels(rows: int) -> Any:
+        asked.append(rows)
+        return replace(reference, align=Operation("align", "test", noted))
+
+    def noted(*given: Any) -> None:
+        launched.append(not source._state.held)
+        align.function(*given)
+
+    plans: Any = SimpleNamespace(kernels=kernels)
+    shapes = ((8, 16, 16), (8, 16, 8))
+    ahead.our_experts(plans, [1, 3], True, CPU, shapes, torch.bfloat16, 2)
+    assert asked == [1, 3]
+    assert launched == [False, False]
+    assert not source._state.held

@@ -1,0 +1,162 @@
+"""By which plan routed experts run where the rest of the layer is not the fused schedule's: a hybrid's, or an
+MoE layer of vLLM's.
+
+A plan is looked for as a whole layer's is, on this machine, then in the packaged tables, then by rule; but
+what it was measured for need only agree in the sizes of the experts, so that the plans of one model serve
+another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from graphcap.decode.kernels import FusedLayerKernels
+from graphcap.decode.layer_plan import LayerPlan, default_plan, planned_experts
+from graphcap.decode.plan_choice import PlanChoice, cached_plans, device_obstacle, nearest
+from graphcap.decode.plan_files import PlanFile, cache_folder, read_plans, tables
+from graphcap.decode.plan_key import ExpertSizes, differences, file_name_start
+from graphcap.errors import InputError
+from graphcap.moe.kernels import ExpertKernels, cuda_down
+
+MOST_ROWS = 64
+"""Rows of the largest batch that the kernels of a plan were measured with."""
+
+LONGEST_ROW = 8192
+"""Values of a row of router weights that a program holds in registers at the most."""
+
+SHORT_BLOCK = 16
+"""Rows of a block where an expert has few pairs: what `default_plan` takes, whatever the experts."""
+
+
+class ExpertPlans:
+    """The plans of experts of one size, by rows.
+
+    Args:
+        kernels: without a plan.
+        fused: of the same backend, for what a plan needs besides; None: it has none, and every batch runs
+            on `kernels`.
+        dtype: of the weights.
+        tune_cache: folder of plans that were tuned here; None: see `cache_folder`.
+    """
+
+    def __init__(
+        self,
+        kernels: ExpertKernels,
+        fused: FusedLayerKernels | None,
+        sizes: ExpertSizes,
+        dtype: torch.dtype,
+        device: torch.device,
+        tune_cache: Path | None = None,
+    ) -> None:
+        self._kernels = kernels
+        self._fused = fused
+        self._sizes = sizes
+        self._dtype = dtype
+        self._device = device
+        self._obstacle = self._why_not()
+        self._found: list[tuple[str, str, PlanFile]] = []
+        if self._obstacle is None:
+            self._found = list(self._measured(cache_folder(tune_cache)))
+        self._made: dict[int, tuple[PlanChoice, ExpertKernels]] = {}
+
+    def choice(self, rows: int) -> PlanChoice:
+        """By which plan a batch of `rows` runs; the same at every call. Its layers are "plain" where it
+        runs on the kernels without a plan."""
+        return self._of(rows)[0]
+
+    def kernels(self, rows: int) -> ExpertKernels:
+        """The kernels of a batch of `rows`, whose rows must be contiguous, all of them."""
+        return self._of(rows)[1]
+
+    def _of(self, rows: int) -> tuple[PlanChoice, ExpertKernels]:
+        if rows not in self._made:
+            choice, kernels = self._choose(rows), self._kernels
+            if choice.plan.layers != "plain":
+                assert self._fused is not None
+                kernels = planned_experts(kernels, self._fused, choice.plan)
+            self._made[rows] = choice, kernels
+        return self._made[rows]
+
+    def _why_not(self) -> str | None:
+        if self._fused is None:
+            return f"{self._kernels.name} kernels are to run without plans"
+        obstacle = device_obstacle(self._dtype, self._device)
+        if obstacle is None and self._sizes.hidden_size > LONGEST_ROW:
+            obstacle = (
+                f"rows of {self._sizes.hidden_size} values do not fit registers; {LONGEST_ROW} do"
+            )
+        return obstacle
+
+    def _choose(self, rows: int) -> PlanChoice:
+        plain = LayerPlan("plain")
+        if self._obstacle is not None:
+            return PlanChoice(rows, plain, "not supported", self._obstacle)
+        if rows > MOST_ROWS:
+            why = f"plans are made for at most {MOST_ROWS} rows"
+            return PlanChoice(rows, plain, "not supported", why)
+        for source, where, file in self._found:
+            # Experts do not see a context: that of the shortest stands for all.
+            tuned = nearest(file.buckets, rows, 1)
+            if tuned is None or tuned.plan.layers == "plain":
+                continue
+            plan = tuned.plan.of_experts()
+            why = f"{where}: tuned for {tuned.rows} rows"
+            reason, lacks = self._without_cuda(plan, rows), ""
+            if reason:
+                plan = plan.without(plan.in_cuda)
+                lacks = f"pair_down by Triton, not CUDA C++: {reason}"
+                why += f"; {lacks}"
+            return PlanChoice(rows, plan, source, why, file=where, lacks=lacks)
+        why = "no tuned plan serves this batch" if self._found else "no plan was tuned for these"
+        return PlanChoice(rows, self._by_rule(rows), "default", f"{why}; graphcap tune finds one")
+
+    def _by_rule(self, rows: int) -> LayerPlan:
+        plan = default_plan(rows)
+        if rows * self._sizes.top_k > SHORT_BLOCK // 2 * self._sizes.num_experts:
+            # Half the experts would fill more than one short block, and be read again for each.
+            plan = replace(plan, block=None)
+        return plan
+
+    def _without_cuda(self, plan: LayerPlan, rows: int) -> str:
+        """Why the kernel in CUDA C++ that `plan` wants cannot serve; empty where it can, or wants none."""
+        if not plan.in_cuda:
+            return ""
+        if rows != 1:
+            return f"it takes one row, found {rows}"
+        sizes = self._sizes
+        return cuda_down.why_not(
+            sizes.num_experts,
+            sizes.hidden_size,
+            sizes.moe_intermediate_size,
+            sizes.top_k,
+            self._dtype,
+            self._device,
+            plan.tiles["pair_down"],
+        )
+
+    def _measured(self, folder: Path) -> Iterator[tuple[str, str, PlanFile]]:
+        """(source, what to call it, plans) for experts of these sizes, the cache before the tables."""
+        device = torch.cuda.get_device_name(self._device)
+        dtype = str(self._dtype).removeprefix("torch.")
+        for path in sorted(folder.glob(f"{file_name_start(device, dtype)}*.json")):
+            if self._for_others(path, device, dtype):
+                continue
+            file = cached_plans(path, lambda file: "")
+            if file is not None:
+                yield "cache", str(path), file
+        for name, table in tables():
+            key = table.key
+            if (key.device, key.dtype, key.experts) == (device, dtype, self._sizes):
+                other = "; ".join(differences(table.machine, table.kernels))
+                yield "table", f"{name}{f' (made with {other})' if other else ''}", table
+
+    def _for_others(self, path: Path, device: str, dtype: str) -> bool:
+        try:
+            key = read_plans(path).key
+        except InputError:
+            return False  # nobody knows: it is told of
+        return (key.device, key.dtype, key.experts) != (device, dtype, self._sizes)

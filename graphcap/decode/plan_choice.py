@@ -1,0 +1,105 @@
+"""What a bucket runs by, and what it is chosen from: plans in the cache of this machine, tables, a rule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from graphcap.decode.layer_plan import LayerPlan
+from graphcap.decode.plan_files import PlanFile, TunedBucket, read_plans
+from graphcap.decode.plan_key import differences
+from graphcap.errors import InputError
+from graphcap.explain import warn
+
+logger = logging.getLogger(__name__)
+
+_told: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """How the layers of a bucket run.
+
+    Attributes:
+        source: "asked for", "cache" (tuned on this machine), "table" (packaged), "default" (by rule) or
+            "not supported".
+        why: what the source says.
+        experts: how the routed experts of a plain bucket run, where they have a plan of their own (see
+            `ExpertPlans`).
+        file: where a measured plan was read; part of `why`.
+        lacks: what of the plan cannot be had here; part of `why`.
+    """
+
+    rows: int
+    plan: LayerPlan
+    source: str
+    why: str
+    experts: PlanChoice | None = None
+    file: str = ""
+    lacks: str = ""
+
+    def __str__(self) -> str:
+        own = f"{self.plan.layers} ({self.source}: {self.why})"
+        return own if self.experts is None else f"{own}, its experts {self.experts}"
+
+
+def nearest(buckets: Iterable[TunedBucket], rows: int, capacity: int) -> TunedBucket | None:
+    """Whose plan serves `rows` rows and sequences of up to `capacity` tokens; None: nobody's.
+
+    The smallest tuned size that is at least `rows` and less than twice as many, as a batch runs in the
+    smallest bucket that holds it; of its contexts the one that is nearest to `capacity` by ratio.
+    """
+    fitting = [bucket for bucket in buckets if rows <= bucket.rows < 2 * rows]
+    if not fitting:
+        return None
+    size = min(bucket.rows for bucket in fitting)
+    return min(
+        (bucket for bucket in fitting if bucket.rows == size),
+        key=lambda bucket: max(bucket.context, capacity) / min(bucket.context, capacity),
+    )
+
+
+def device_obstacle(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why tiles that were chosen by rule are not taken for `dtype` on `device`; None: they are."""
+    if device.type != "cuda":
+        return f"the device is {device.type}, and tiles are chosen for CUDA"
+    if torch.version.cuda is None or "corex" in torch.__version__:
+        return "the device is none of NVIDIA's, and nothing was measured on it"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the compute capability is below 8.0, and nothing was measured there"
+    if dtype.itemsize != 2:
+        return f"weights are {str(dtype).removeprefix('torch.')}, and tiles are for 16 bits"
+    return None
+
+
+def cached_plans(path: Path, misfit: Callable[[PlanFile], str]) -> PlanFile | None:
+    """The plans in `path`; None where there are none that can be used, for which it warns once.
+
+    Args:
+        misfit: why plans are of no use here though they are in order; empty where they are.
+    """
+    try:
+        if not path.exists():
+            return None
+        file = read_plans(path)
+        problem = misfit(file)
+        if not problem and (stale := differences(file.machine, file.kernels)):
+            problem = f"it was made with {'; '.join(stale)}"
+    except (InputError, OSError) as error:
+        problem = error.args[0] if isinstance(error, InputError) else str(error)
+    if not problem:
+        return file
+    if (str(path), problem) not in _told:
+        _told.add((str(path), problem))
+        warn(
+            logger,
+            "tune-cache",
+            "tuned plans are not used, buckets run by table or default: %s: %s",
+            path,
+            problem,
+        )
+    return None
