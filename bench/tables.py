@@ -25,6 +25,7 @@ SECTIONS = {
 
 _NAMES = {
     "graphcap": "**graphcap**",
+    "no-plans": "**graphcap**, `GRAPHCAP_SCHEDULE=plain`",
     "default": "vLLM's default (compiled, FULL_AND_PIECEWISE)",
     "decode-only": "vLLM, FULL_DECODE_ONLY, not compiled",
     "full": "vLLM, FULL, not compiled",
@@ -32,7 +33,7 @@ _NAMES = {
     "tape": "**graphcap**, `--enforce-eager`, `GRAPHCAP_RECORDER=tape`",
     "tape-vllm": "**graphcap**, `--enforce-eager`, `GRAPHCAP_RECORDER=tape`, `GRAPHCAP_KERNELS=vllm`",
 }
-_OURS = ("graphcap", "tape", "tape-vllm")
+_OURS = ("graphcap", "no-plans", "tape", "tape-vllm")
 """The modes that are not vLLM's own."""
 
 

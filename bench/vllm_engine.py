@@ -28,6 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "decode-only": {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0}},
     "full": {"compilation_config": {"cudagraph_mode": "FULL", "mode": 0}},
     "graphcap": {},
+    "no-plans": {},
     "tape": {"enforce_eager": True},
     "tape-vllm": {"enforce_eager": True},
 }
@@ -35,6 +36,7 @@ MODES: dict[str, dict[str, Any]] = {
 TAPE = {"GRAPHCAP": "1", "GRAPHCAP_RECORDER": "tape"}
 VARIABLES: dict[str, dict[str, str]] = {
     "graphcap": {"GRAPHCAP": "1"},
+    "no-plans": {"GRAPHCAP": "1", "GRAPHCAP_SCHEDULE": "plain"},
     "tape": TAPE,
     "tape-vllm": {**TAPE, "GRAPHCAP_KERNELS": "vllm"},
 }

@@ -19,6 +19,16 @@ from typing import Any
 import pytest
 import torch
 
+from graphcap.decode.layer_plan import LayerPlan
+from graphcap.decode.plan_files import PlanFile, TunedBucket
+from graphcap.decode.plan_key import DIMENSIONS, PlanKey, kernels_digest, versions_here
+from graphcap.moe.kernels.cuda_down import CudaDown
+
+pytest.importorskip("triton", minversion="3.0")
+
+from graphcap.moe.kernels.triton_gemm import Tile
+from graphcap.moe.kernels.triton_pairs import PairTile
+
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 
 HERE = Path(__file__).resolve().parent
@@ -34,6 +44,16 @@ SHAPE = {
 EXPERTS = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 128}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe": ("qwen3_moe", {"num_hidden_layers": 4, **EXPERTS, **SHAPE}),
+    "tuned": (
+        "qwen3_moe",
+        {
+            "num_hidden_layers": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 256,
+            **SHAPE,
+        },
+    ),
     "dense": ("qwen3", {"num_hidden_layers": 4, "intermediate_size": 1024, **SHAPE}),
     "hybrid": ("qwen3_next", {**EXPERTS, "shared_expert_intermediate_size": 128, **SHAPE}),
 }
@@ -73,7 +93,31 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name, (kind, changes) in KINDS.items():
         checkpoints.write_checkpoint(folder / name, kind, **changes)
+    _write_plans(folder / "plans")
     return folder
+
+
+def _write_plans(folder: Path) -> None:
+    """Plans for the experts of "tuned" on this card, as `graphcap tune` writes them: with a kernel in CUDA
+    C++ at one token, tiles of their own at others, none at 32."""
+    experts = KINDS["tuned"][1]
+    sizes = {
+        "hidden_size": experts["hidden_size"],
+        "num_experts": experts["num_experts"],
+        "top_k": experts["num_experts_per_tok"],
+        "moe_intermediate_size": experts["moe_intermediate_size"],
+    }
+    named = tuple((name, sizes.get(name, 1)) for name in DIMENSIONS)
+    key = PlanKey(torch.cuda.get_device_name(), named, "bfloat16")
+    gated = {"gated_gemm": Tile(32, 64, 4, 3), "down_gemm": Tile(64, 64, 4, 3)}
+    plans = {
+        1: LayerPlan("fused", tiles={"pair_down": CudaDown(4), "pair_gate_up": PairTile(2, 256)}),
+        4: LayerPlan("apart", tiles={"pair_down": PairTile(2, 256)}, block=16),
+        16: LayerPlan("apart", tiles=gated, block=16, without_pdl=frozenset({"merge"})),
+    }
+    buckets = [TunedBucket(rows, 256, plan, 1.0) for rows, plan in plans.items()]
+    file = PlanFile(key, "tuned", kernels_digest(), versions_here(), ()).with_buckets(buckets)
+    file.write(folder / key.file_name)
 
 
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
@@ -83,6 +127,9 @@ RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "moe reference": ("moe", ("--eager",), {}),
     "moe v1": ("moe", (), {"GRAPHCAP": "1"}),
     "moe v1, vLLM's kernels": ("moe", (), {"GRAPHCAP": "1", **VLLMS}),
+    "tuned reference": ("tuned", ("--eager",), {}),
+    "tuned v1": ("tuned", (), {"GRAPHCAP": "1"}),
+    "tuned v1, without plans": ("tuned", (), {"GRAPHCAP": "1", "GRAPHCAP_SCHEDULE": "plain"}),
     "moe v2": ("moe", (), {"GRAPHCAP": "1", **V2}),
     "moe v2, vLLM's kernels": ("moe", (), {"GRAPHCAP": "1", **V2, **VLLMS}),
     "dense reference": ("dense", ("--eager",), {}),
@@ -115,7 +162,8 @@ def results(
     def run(name: str) -> dict[str, Any]:
         kind, words, variables = RUNS[name]
         log = folder / f"{name.replace(' ', '-')}.log"
-        process = start(models / kind, log, *words, **variables)
+        plans = {"GRAPHCAP_TUNE_CACHE": str(models / "plans")}
+        process = start(models / kind, log, *words, **plans, **variables)
         try:
             return finish(process, log)
         except (AssertionError, subprocess.TimeoutExpired) as error:
@@ -144,7 +192,14 @@ def reference_of(name: str) -> str:
 
 SAME_KERNELS = [n for n in RUNS if "vLLM's kernels" in n or n.startswith("dense v")]
 SAME_KERNELS.append("eager-hybrid v1 tape")  # experts stay on vLLM's there
-OTHER_KERNELS = ["moe v1", "moe v2", "moe v1 tape", "hybrid v1"]
+OTHER_KERNELS = [
+    "moe v1",
+    "moe v2",
+    "moe v1 tape",
+    "tuned v1",
+    "tuned v1, without plans",
+    "hybrid v1",
+]
 
 
 @pytest.mark.parametrize("name", SAME_KERNELS)
@@ -187,6 +242,24 @@ def test_moe_layers_run_on_the_pool(results: dict[str, Any], name: str) -> None:
     assert sum(found["layers"].values()) == 4
     assert all(text.startswith("graphcap's triton") for text in found["layers"])
     assert found["pool_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "sources"),
+    [
+        ("tuned v1", {"1": "cache", "4": "cache", "16": "cache", "32": "default"}),
+        ("tuned v1, without plans", dict.fromkeys(("1", "4", "16", "32"), "not supported")),
+    ],
+)
+def test_experts_run_by_the_plans_of_this_machine(
+    results: dict[str, Any], name: str, sources: dict[str, str]
+) -> None:
+    """Each batch by its own; and by none where none is wanted."""
+    plans = of(results, name)["graphcap"]["plans"]
+    assert {rows: plans[rows][0] for rows in sources} == sources
+    assert not any(lacks for _, lacks, *_ in plans.values())
+    in_cuda = {rows for rows, (_, _, *kernels) in plans.items() if kernels}
+    assert in_cuda == ({"1"} if name == "tuned v1" else set())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -129,6 +129,10 @@ def _graphcap(llm: Any) -> dict[str, Any] | None:
         for kind, found in stats.items()
     } | {
         "layers": dict(engine.experts.layers),
+        "plans": {
+            rows: [choice.source, choice.lacks, *sorted(choice.plan.in_cuda)]
+            for rows, choice in engine.experts.plans.items()
+        },
         "pool_bytes": engine.pool.nbytes,
         "nodes": {
             kind: max((b.nodes for b in manager.report.buckets), default=0)

@@ -1,0 +1,142 @@
+"""Routed experts by plan at real sizes: eagerly and in a graph against float64, and compiled ahead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", minversion="3.2")
+
+from graphcap.cuda import source
+from graphcap.decode.expert_plans import ExpertPlans
+from graphcap.decode.kernels import decode_kernels
+from graphcap.decode.plan_key import ExpertSizes
+from graphcap.hosts.vllm import ahead
+from graphcap.moe.experts import RoutedExperts
+from graphcap.moe.kernels import Backend
+from graphcap.pool import BufferPool
+
+BF16 = torch.bfloat16
+SEED = ExpertSizes(2048, 256, 8, 512)
+"""Of seed-64 and Qwen3.6-35B-A3B, which the packaged table of the H200 has plans for."""
+
+RULE = ExpertSizes(1024, 128, 4, 256)
+
+
+@pytest.fixture(autouse=True)
+def _no_own_plans(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHCAP_TUNE_CACHE", str(tmp_path))
+
+
+def plans(sizes: ExpertSizes, device: torch.device) -> ExpertPlans:
+    kernels = decode_kernels(Backend("triton", "tests"))
+    return ExpertPlans(kernels.experts, kernels.fused, sizes, BF16, device)
+
+
+def expected(hidden, logits, row_ids, gate_up, down, top_k: int) -> torch.Tensor:
+    """By float64 from logits as the kernels round them; ties go to the lower expert."""
+    share = torch.softmax(logits.double(), -1)
+    best = share.sort(-1, descending=True, stable=True).indices[:, :top_k]
+    out = torch.zeros_like(hidden, dtype=torch.float64)
+    for row in (row_ids >= 0).nonzero().flatten().tolist():
+        token, experts = hidden[row].double(), best[row]
+        gate, up = (gate_up[experts].double() @ token).chunk(2, -1)
+        part = torch.einsum("khi,ki->kh", down[experts].double(), gate * gate.sigmoid() * up)
+        weights = share[row, experts] / share[row, experts].sum()
+        out[row] = weights @ part
+    return out
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 16, 33, 64])
+@pytest.mark.parametrize("sizes", [SEED, RULE], ids=["table", "rule"])
+def test_against_float64_eagerly_and_in_a_graph(device, sizes: ExpertSizes, rows: int) -> None:
+    torch.manual_seed(torch.initial_seed() % 2**31)
+    size, experts, top_k, inner = sizes
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, device=device) * shape[-1] ** -0.5).to(BF16)
+
+    found = plans(sizes, device)
+    choice = found.choice(rows)
+    if sizes == SEED and "H200" in torch.cuda.get_device_name(device):
+        assert choice.source == "table"
+        assert bool(choice.plan.in_cuda) == (rows == 1)
+        assert choice.lacks == ""
+    router, gate_up, down = (
+        normal(experts, size),
+        normal(experts, 2 * inner, size),
+        normal(experts, size, inner),
+    )
+    pool = BufferPool(device)
+    layer = RoutedExperts(
+        found.kernels(rows), pool, router, gate_up, down, top_k=top_k, renormalize=True
+    )
+    source_rows = torch.randn(rows, size, device=device).to(BF16)
+    hidden = torch.empty_like(source_rows)
+    row_ids = torch.arange(rows, device=device)
+    if rows > 2:
+        row_ids[[1, rows - 1]] = -1
+    out = torch.empty_like(hidden)
+
+    def step() -> None:
+        with pool.step():
+            # What comes before writes the input only when it has run: a kernel that starts early
+            # and does not wait reads the poison.
+            hidden.copy_(source_rows)
+            layer(hidden, row_ids, out)
+
+    def check() -> None:
+        logits = (hidden.double() @ router.double().T).to(BF16)
+        chosen = logits.double().sort(-1, descending=True).values
+        clear = chosen[:, top_k - 1] - chosen[:, top_k] > 2.0**-6  # of 2 or 3: no rounding decides
+        real = (row_ids >= 0) & clear
+        wanted = expected(hidden, logits, row_ids, gate_up, down, top_k)
+        assert int(real.sum()) > 0 or rows == 1
+        difference = (out.double() - wanted)[real].abs().max() if bool(real.any()) else 0.0
+        assert float(difference) < 2.0**-6 * float(wanted.abs().max())
+        assert (out[row_ids < 0] == 0).all()
+        assert out.isfinite().all()
+
+    for _ in range(2):
+        step()
+    pool.freeze()
+    pool.poison()
+    out.fill_(float("nan"))
+    step()
+    torch.cuda.synchronize()
+    eager = out.clone()
+    check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(5):
+        source_rows.copy_(torch.randn(rows, size, device=device))
+        source_rows[row_ids < 0] = float("nan")
+        for tensor in (out, hidden):
+            tensor.fill_(float("nan"))
+        pool.poison()
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = out.clone()
+        check_rows = row_ids >= 0
+        step()
+        torch.cuda.synchronize()
+        assert torch.equal(replayed[check_rows], out[check_rows])  # bit for bit
+        hidden[row_ids < 0] = 0
+        check()
+    assert eager.isfinite().all()
+
+
+def test_all_of_them_are_compiled_ahead_with_the_weights_of_one_expert(device) -> None:
+    """Afterwards a kernel in CUDA C++ is loaded, and none has run on weights that are not there."""
+    if source.obstacle(device):
+        pytest.skip(source.obstacle(device))
+    found = plans(SEED, device)
+    shapes = ((256, 1024, 2048), (256, 2048, 512))
+    if "pair_down" in found.choice(1).plan.in_cuda:
+        source.function.cache_clear()
+        ahead.our_experts(found, [1], True, device, shapes, BF16, 8)
+        torch.cuda.synchronize()
+        assert source.function.cache_info().currsize == 1
+    ahead.our_experts(found, [2, 16, 64], True, device, shapes, BF16, 8)
+    torch.cuda.synchronize()
