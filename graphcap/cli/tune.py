@@ -40,8 +40,9 @@ def add_to(commands: Any) -> None:
         description="Measures whole captured steps of a model, on its first layers (--layers, default "
         "12), by one plan after another, for each batch and context. The fastest plan of each goes into "
         "a file in GRAPHCAP_TUNE_CACHE (default: graphcap/tune in the user's cache), from which steps "
-        "of schedule auto on the same device and shape take it. Exit code 1 if a load has no plan that "
-        "works.",
+        "of schedule auto on the same device and shape take it, and the experts of any model with the "
+        "same sizes, in vLLM too. Of a hybrid the experts are tuned, between layers of full attention. "
+        "Exit code 1 if a load has no plan that works.",
     )
     add_model(parser, default_shape="seed-64")
     parser.add_argument(
@@ -60,6 +61,13 @@ def add_to(commands: Any) -> None:
         default=600,
         metavar="N",
         help="start no new plan after so long (default 600)",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="tune for one of N ranks of vLLM's tensor parallelism: its share of heads and experts",
     )
     parser.add_argument("--export", metavar="FILE", help="also write the plans to FILE")
     parser.add_argument(
@@ -83,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
     from graphcap.decode.plan_files import cache_folder
     from graphcap.decode.plan_key import PlanKey
     from graphcap.moe.kernels import choose_backend
+    from graphcap.tuning.stand_in import measured_shape
     from graphcap.tuning.tunable import check_device, check_tunable
 
     settings = settings_with()
@@ -97,6 +106,9 @@ def run(options: argparse.Namespace) -> int:
             f"--layers {layers}: the shape {shape.name} has {shape.num_layers} layers"
         )
     options.layers = min(layers or _LAYERS, shape.num_layers)
+    whole, shape = shape, measured_shape(shape, options.tensor_parallel)
+    if shape != whole:
+        options.checkpoint = None  # its weights are not of this shape: random ones are as fast
     short = shape.with_layers(options.layers)
     loads = [(rows, context) for context in options.contexts for rows in options.batches]
     if options.dry_run:

@@ -14,7 +14,7 @@ pytest.importorskip("triton", minversion="3.0")
 from graphcap.cli import main
 from graphcap.decode.layer_plan import LayerPlan
 from graphcap.decode.plan_files import TunedBucket, read_plans
-from graphcap.decode.plan_key import PlanKey
+from graphcap.decode.plan_key import ExpertSizes, PlanKey
 from graphcap.decode.shapes import preset
 from graphcap.tuning.tune import Tuning
 
@@ -151,7 +151,7 @@ def test_a_dry_run_needs_no_gpu_and_writes_nothing(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--shape", "qwen3.6-35b-a3b"], "found qwen3.6-35b-a3b, a hybrid"),
+        (["--tensor-parallel", "3"], "expected num_heads to be a multiple of 3, found 16"),
         (["--dtype", "float32"], "nothing to tune in float32"),
         (["--layers", "65"], "--layers 65: the shape seed-64 has 64 layers"),
     ],
@@ -169,3 +169,30 @@ def test_bad_arguments(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
         main(["tune", *words])
     assert ended.value.code == 2
     assert "expected an integer of at least 1" in capsys.readouterr().err
+
+
+def test_experts_of_a_hybrid_and_of_a_rank_are_tuned_for_themselves(
+    gpu: list[Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plans are found by the sizes of the experts, whatever stands around them."""
+    assert main(["tune", "--shape", "qwen3.6-35b-a3b", "--batches", "8"]) == 0
+    assert "qwen3.6-35b-a3b (experts), 12 layers measured" in capsys.readouterr().out
+    assert main(["tune", "--tensor-parallel", "2", "--batches", "8"]) == 0
+    assert "seed-64 (a rank of 2), 12 layers measured" in capsys.readouterr().out
+    found = {read_plans(path).shape: read_plans(path).key for path in folder.iterdir()}
+    hybrid, rank = found["qwen3.6-35b-a3b (experts)"], found["seed-64 (a rank of 2)"]
+    assert hybrid.experts == ExpertSizes(2048, 256, 8, 512)
+    assert rank.experts == ExpertSizes(2048, 256, 8, 256)
+
+
+def test_weights_of_a_checkpoint_are_not_read_for_another_shape(
+    gpu: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str | None] = []
+    monkeypatch.setattr(
+        "graphcap.cli.tune._weights", lambda options, *of: asked.append(options.checkpoint)
+    )
+    monkeypatch.setattr("graphcap.cli.tune.chosen_shape", lambda options: preset("seed-64"))
+    for words in ([], ["--tensor-parallel", "2"]):
+        assert main(["tune", "--checkpoint", str(tmp_path), "--batches", "8", *words]) == 0
+    assert asked == [str(tmp_path), None]
