@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from graphcap.decode.expert_plans import ExpertPlans
-from graphcap.decode.kernels import FusedLayerKernels, decode_kernels
+from graphcap.decode.kernels import decode_kernels
 from graphcap.decode.plan_choice import PlanChoice
 from graphcap.decode.plan_key import ExpertSizes
 from graphcap.errors import BackendError
@@ -146,9 +146,8 @@ class PlansOfLayers:
 
     def __init__(self, backend: Backend, device: torch.device, settings: Settings) -> None:
         self.kernels = expert_kernels(backend)
-        self._fused: FusedLayerKernels | None = None
-        if backend.name == "triton" and settings.schedule != "plain":
-            self._fused = decode_kernels(backend).fused
+        self._backend = backend
+        self._wanted = backend.name == "triton" and settings.schedule != "plain"
         self._device = device
         self._folder = settings.tune_cache
         self._made: dict[tuple[ExpertSizes, torch.dtype], ExpertPlans] = {}
@@ -161,9 +160,8 @@ class PlansOfLayers:
         sizes = ExpertSizes(width, experts, int(routed.top_k), inner)
         key = sizes, w2.dtype
         if key not in self._made:
-            self._made[key] = ExpertPlans(
-                self.kernels, self._fused, *key, self._device, self._folder
-            )
+            fused = decode_kernels(self._backend).fused if self._wanted else None
+            self._made[key] = ExpertPlans(self.kernels, fused, *key, self._device, self._folder)
         return self._made[key]
 
 
