@@ -3,10 +3,14 @@ With pytest-xdist, which is not needed: how the tests are shared among its proce
 
 import gc
 import os
+import signal
 
 # The models here are tiny: threads that wait for each other cost more than the work. What the tests
 # start inherits it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell that starts the tests in the background has them, and what they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tables are as wide as the terminal, and pytest-xdist tells its processes how wide that is.
 os.environ.pop("COLUMNS", None)
 

@@ -78,7 +78,11 @@ def interrupt(process: subprocess.Popen[str]) -> str:
     import signal
 
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=20)
+    try:
+        _, said = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     assert process.returncode == 0, said
     return said
 
@@ -206,6 +210,8 @@ def test_the_live_view_on_a_terminal(server: ToyServer):
     import fcntl
     import os
     import pty
+    import select
+    import signal
     import struct
     import termios
 
@@ -223,6 +229,9 @@ def test_the_live_view_on_a_terminal(server: ToyServer):
             shown += os.read(terminal, 65536)
         os.write(terminal, b"\x03")
         while True:
+            if not select.select([terminal], [], [], 60)[0]:
+                os.kill(pid, signal.SIGKILL)  # the assertion on its status tells
+                break
             try:
                 shown += os.read(terminal, 65536)
             except OSError:  # it has ended
