@@ -26,8 +26,8 @@ def eager_figures(
     eager: EagerDecoder, prompts: list[list[int]], decoded: list[Decoded]
 ) -> dict[str, Any]:
     """`Measured` of one eager step; `decoded`: runs, for the time."""
-    from graphcap.decode.decoder import Prompts
     from graphcap.decode.measure import activity
+    from graphcap.decode.prompts import Prompts
     from graphcap.recorders.tape import count_step
 
     device = eager.step.weights.device
@@ -54,8 +54,8 @@ def replay_figures(
     decoder: Decoder, prompts: list[list[int]], decoded: list[Decoded]
 ) -> dict[str, Any]:
     """`Measured` of one call of the manager; launches are None where only eager steps were seen."""
-    from graphcap.decode.decoder import Prompts
     from graphcap.decode.measure import activity, host_times
+    from graphcap.decode.prompts import Prompts
 
     manager, device = decoder.manager, decoder.weights.device
     laid = Prompts(prompts, 2, decoder.cache, decoder.weights.shape.vocab_size)
