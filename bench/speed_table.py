@@ -43,7 +43,7 @@ def speed_table(result: Result, name: str, vllm: Mapping[int, float], picture: s
             "",
             "<details><summary>Every column</summary>",
             "",
-            *_details(result),
+            *_details(result, _ways(result)),
             "",
             "</details>",
         ]
@@ -134,8 +134,7 @@ def _notes(result: Result) -> list[str]:
     return [part for line in lines for part in (line, "")][:-1]
 
 
-def _details(result: Result) -> list[str]:
-    ways = _ways(result)
+def _details(result: Result, ways: list[str]) -> list[str]:
     head = ["batch", "context", "", *(title for title, _, _ in _COLUMNS)]
     lines = ["| " + " | ".join(head) + " |", "|--:|--:|---" + "|--:" * len(_COLUMNS) + "|"]
     for row in result["rows"]:

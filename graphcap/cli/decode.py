@@ -9,8 +9,8 @@ from typing import Any
 from graphcap.cli.decode_figures import (
     buckets,
     census,
-    eager_figures,
-    replay_figures,
+    figures_of_eager,
+    figures_of_replay,
 )
 from graphcap.cli.decode_inputs import chosen_prompts, chosen_weights, share_cores
 from graphcap.cli.options import (
@@ -152,10 +152,10 @@ def run(options: argparse.Namespace) -> int:
                 by_eager.append(eager.decode(prompts, options.tokens))
                 by_replay.append(decoder.decode(prompts, options.tokens))
         served = decoder.manager.stats()
-        of_replay = replay_figures(decoder, prompts, by_replay)
-        of_eager = eager_figures(eager, prompts, by_eager)
-        if of_replay["launches_per_token"] is None:  # a fallback runs the eager step
-            of_replay["launches_per_token"] = of_eager["launches_per_token"]
+        replay_figures = figures_of_replay(decoder, prompts, by_replay)
+        eager_figures = figures_of_eager(eager, prompts, by_eager)
+        if replay_figures["launches_per_token"] is None:  # a fallback runs the eager step
+            replay_figures["launches_per_token"] = eager_figures["launches_per_token"]
         result = {
             "shape": weights.shape.name,
             "layers": weights.shape.num_layers,
@@ -176,8 +176,8 @@ def run(options: argparse.Namespace) -> int:
             "tokens_per_launch": options.tokens_per_launch,
             "notes": list(decoder.manager.report.notes),
             "prompt_ids": prompts,
-            "eager": of_eager,
-            "replay": of_replay,
+            "eager": eager_figures,
+            "replay": replay_figures,
             "outputs_equal": all(
                 decoded.token_ids == by_eager[0].token_ids for decoded in (*by_eager, *by_replay)
             ),

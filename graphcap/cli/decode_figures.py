@@ -22,7 +22,7 @@ class Measured:
     ms_per_token: float | None
 
 
-def eager_figures(
+def figures_of_eager(
     eager: EagerDecoder, prompts: list[list[int]], decoded: list[Decoded]
 ) -> dict[str, Any]:
     """`Measured` of one eager step; `decoded`: runs, for the time."""
@@ -50,7 +50,7 @@ def eager_figures(
     return figures
 
 
-def replay_figures(
+def figures_of_replay(
     decoder: Decoder, prompts: list[list[int]], decoded: list[Decoded]
 ) -> dict[str, Any]:
     """`Measured` of one call of the manager; launches are None where only eager steps were seen."""
