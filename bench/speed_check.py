@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from plain_torch import PlainStep
 
-from graphcap.decode.decoder import Decoder, Prompts
+from graphcap.decode.decoder import Decoder
+from graphcap.decode.prompts import Prompts
 
 _LENGTH = 8
 WIDER = {

@@ -1,4 +1,4 @@
-"""The README's table of bench/speed.py's result."""
+"""The tables of bench/speed.py's result in docs/measurements.md."""
 
 from __future__ import annotations
 
@@ -31,20 +31,19 @@ Result = Mapping[str, Any]
 
 def speed_table(result: Result, name: str, vllm: Mapping[int, float], picture: str) -> str:
     """Text, plot and tables; `vllm`: milliseconds of the best of vLLM's modes by batch."""
-    ways = [way for way in TITLES if any(way in row["ways"] for row in result["rows"])]
     return "\n".join(
         [
             _introduction(result, name, vllm),
             "",
             f"![{result['shape']}: milliseconds a token against batch]({picture})",
             "",
-            *_overview(result, ways, vllm),
+            *overview(result, vllm),
             "",
             *_notes(result),
             "",
             "<details><summary>Every column</summary>",
             "",
-            *_details(result, ways),
+            *_details(result, _ways(result)),
             "",
             "</details>",
         ]
@@ -60,7 +59,7 @@ def _introduction(result: Result, name: str, vllm: Mapping[int, float]) -> str:
         beside = (
             " vLLM's best is the fastest of its own modes in another run, of the engine as a whole; "
             "graphcap's is its own step without an engine. What graphcap gains under vLLM stands in "
-            "[Measured](#measured)."
+            "[Under vLLM](#under-vllm)."
         )
     return (
         f"Shape `{result['shape']}`, {result['layers']} layers, {result['dtype']}, "
@@ -74,7 +73,13 @@ def _introduction(result: Result, name: str, vllm: Mapping[int, float]) -> str:
     )
 
 
-def _overview(result: Result, ways: list[str], vllm: Mapping[int, float]) -> list[str]:
+def _ways(result: Result) -> list[str]:
+    return [way for way in TITLES if any(way in row["ways"] for row in result["rows"])]
+
+
+def overview(result: Result, vllm: Mapping[int, float]) -> list[str]:
+    """The lines of the table of milliseconds; `vllm` as for `speed_table`."""
+    ways = _ways(result)
     head = ["batch", "floor", *(TITLES[way] for way in ways), "tokens/s", "of the floor"]
     head += ["vLLM's best", "speed-up over it"] if vllm else []
     lines = ["| " + " | ".join(head) + " |", "|--:" * len(head) + "|"]

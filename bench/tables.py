@@ -1,27 +1,28 @@
-"""Writes the README's measured tables and plots from the JSON files in bench/results.
+"""Writes the measured tables and plots of README.md and docs/ from the JSON files in bench/results.
 
-python bench/tables.py            rewrite README.md between its markers, and docs/speed_*.svg
+python bench/tables.py            rewrite the pages between their markers, and docs/speed_*.svg
 python bench/tables.py --check    exit code 1 if one of them is not what the files say
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from overview import speed_overview, vllm_overview
 from speed_plot import plot
 from speed_table import speed_table
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = {
-    "speed": "measured speed",
-    "vllm": "measured vllm",
-    "parity": "measured parity",
-    "cpu": "measured cpu",
-}
-"""Prefix of the result files -> name of the markers between which their tables stand."""
+SECTIONS = ("speed", "speed overview", "vllm", "vllm overview", "parity", "cpu")
+"""Each stands between ``<!-- measured NAME: begin -->`` and ``end``. The first word is the prefix of
+the result files."""
+
+VLLM_OVERVIEW = ("vllm_seed-64_h200.json", "vllm_start_seed-64_h200.json")
+"""What the README's short table under vLLM is made of: all modes in one run; cold starts."""
 
 _NAMES = {
     "graphcap": "**graphcap**",
@@ -169,21 +170,42 @@ def vllm_best(shape: str) -> dict[int, float]:
     return best
 
 
-def _speed(result: dict[str, Any], name: str) -> str:
-    return speed_table(result, name, vllm_best(result["shape"]), f"docs/{Path(name).stem}.svg")
+def _found(kind: str) -> list[tuple[str, dict[str, Any]]]:
+    """Name and content of the result files of a kind, those of the project's own shape first."""
+    paths = sorted((ROOT / "bench" / "results").glob(f"{kind}_*.json"))
+    paths.sort(key=lambda path: "seed-64" not in path.name)
+    return [(path.name, json.loads(path.read_text())) for path in paths]
 
 
-def measured(kind: str) -> str:
-    tables = {
-        "speed": _speed,
-        "vllm": vllm_table,
-        "parity": parity_table,
-        "cpu": cpu_table,
-    }
-    table = tables[kind]
-    found = sorted((ROOT / "bench" / "results").glob(f"{kind}_*.json"))
-    found.sort(key=lambda path: "seed-64" not in path.name)  # the project's own shape comes first
-    return "\n\n".join(table(json.loads(path.read_text()), path.name) for path in found)
+def _picture(name: str, page: Path) -> str:
+    """From `page` to the plot of a result file."""
+    return os.path.relpath(ROOT / "docs" / f"{Path(name).stem}.svg", page.parent)
+
+
+def measured(section: str, page: Path) -> str:
+    """What stands on `page` between the markers of `section`."""
+    if section == "vllm overview":
+        run, cold = (
+            json.loads((ROOT / "bench" / "results" / n).read_text()) for n in VLLM_OVERVIEW
+        )
+        return vllm_overview(run, cold, VLLM_OVERVIEW)
+    if section == "speed overview":
+        return "\n\n".join(
+            speed_overview(
+                result,
+                name,
+                vllm_best(result["shape"]),
+                _picture(name, page) if index == 0 else None,
+            )
+            for index, (name, result) in enumerate(_found("speed"))
+        )
+    if section == "speed":
+        return "\n\n".join(
+            speed_table(result, name, vllm_best(result["shape"]), _picture(name, page))
+            for name, result in _found("speed")
+        )
+    table = {"vllm": vllm_table, "parity": parity_table, "cpu": cpu_table}[section]
+    return "\n\n".join(table(result, name) for name, result in _found(section))
 
 
 def plots() -> dict[Path, str]:
@@ -195,20 +217,23 @@ def plots() -> dict[Path, str]:
     return wanted
 
 
-def filled(text: str) -> str:
-    """`text` with every measured section that it has as the files say."""
-    for kind, name in SECTIONS.items():
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def filled(text: str, page: Path) -> str:
+    """`text` of `page` with every measured section that it has as the files say."""
+    for section in SECTIONS:
+        begin, end = (f"<!-- measured {section}: {which} -->" for which in ("begin", "end"))
         if begin in text:
             head, rest = text.split(begin)
             _, tail = rest.split(end)
-            text = f"{head}{begin}\n{measured(kind)}\n{end}{tail}"
+            text = f"{head}{begin}\n{measured(section, page)}\n{end}{tail}"
     return text
 
 
 def main() -> int:
-    readme = ROOT / "README.md"
-    wanted = {readme: filled(readme.read_text()), **plots()}
+    wanted = {page: filled(page.read_text(), page) for page in pages()} | plots()
     if "--check" in sys.argv:
         found = {path: path.read_text() if path.exists() else None for path in wanted}
         return 0 if wanted == found else 1

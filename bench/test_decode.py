@@ -8,7 +8,8 @@ import torch
 from conftest import CONTEXT, MAX_BATCH, device_milliseconds, prompts, recorders
 
 from graphcap.decode.cache import PagedCache
-from graphcap.decode.decoder import EagerDecoder, Prompts
+from graphcap.decode.decoder import EagerDecoder
+from graphcap.decode.prompts import Prompts
 
 BATCHES = [1, 2, 3, 5, 8]
 

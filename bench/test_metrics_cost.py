@@ -4,7 +4,8 @@ import timeit
 
 import pytest
 
-from graphcap.hosts.vllm.counters import SharedCounters, read_workers
+from graphcap.hosts.vllm.counters import SharedCounters
+from graphcap.hosts.vllm.worker_counts import read_workers
 
 
 @pytest.fixture

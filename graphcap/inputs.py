@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from graphcap.batch_check import rows_of
 from graphcap.buckets import is_count
 from graphcap.errors import InputError
 from graphcap.operations import operation
@@ -136,57 +137,7 @@ class StaticInputs:
         Raises:
             InputError: names the slot, what was expected, what was found, and the cure.
         """
-        found = rows
-        for name, tensor in batch.items():
-            slot = self.slots.get(name)
-            if slot is None:
-                raise InputError(
-                    f"unknown slot {name!r}; this step has {', '.join(sorted(self.slots))}"
-                )
-            if not isinstance(tensor, torch.Tensor):
-                raise InputError(
-                    f"slot {name!r}: expected a tensor, found {type(tensor).__name__}; "
-                    f"convert it with torch.as_tensor(value, dtype={slot.dtype})"
-                )
-            if tensor.layout != torch.strided or tensor.is_nested:
-                raise InputError(
-                    f"slot {name!r}: expected a dense tensor, found "
-                    f"{'a nested one' if tensor.is_nested else f'layout {tensor.layout}'}; "
-                    f"convert it with .to_dense() or to_padded_tensor()"
-                )
-            shape, row_shape = tuple(tensor.shape), tuple(slot.row_shape)
-            if not shape or shape[1:] != row_shape or (found is not None and shape[0] != found):
-                rows_text = "n" if found is None else str(found)
-                raise InputError(
-                    f"slot {name!r}: expected shape ({', '.join([rows_text, *map(str, row_shape)])})"
-                    f", found {shape}; every slot of a batch has the same number of rows"
-                )
-            if tensor.dtype != slot.dtype:
-                raise InputError(
-                    f"slot {name!r}: expected dtype {slot.dtype}, found {tensor.dtype}; convert it "
-                    f"with .to({slot.dtype}), graphcap does not cast in silence"
-                )
-            if tensor.device not in (self.device, torch.device("cpu")):
-                raise InputError(
-                    f"slot {name!r}: expected a tensor on {self.device} or the CPU, found one on "
-                    f"{tensor.device}; move it with .to({str(self.device)!r})"
-                )
-            found = shape[0]
-        if found is None:
-            found = self.rows
-        if not is_count(found):
-            raise InputError(
-                f"a batch needs at least one row, as an integer, found {found!r}; "
-                f"skip the step when there is nothing to decode"
-            )
-        missing = [name for name in self.slots if name not in batch]
-        if missing and found > self.rows:
-            raise InputError(
-                f"a batch of {found} rows follows one of {self.rows} and leaves out slot(s) "
-                f"{', '.join(missing)}, whose rows {self.rows} to {found - 1} hold padding; "
-                f"give every slot when the batch grows"
-            )
-        return int(found)
+        return rows_of(batch, rows, self.slots, self.device, self.rows)
 
     def load(self, batch: Mapping[str, torch.Tensor], rows: int) -> None:
         """Copy a checked `batch` into the slots: one launch for all tensors of the host, one for all

@@ -16,7 +16,7 @@ from graphcap.narrowing import Narrowing
 from graphcap.padding_notes import pads_notes, row_count_notes
 from graphcap.pool import BufferPool
 from graphcap.recorders.base import BoundStep, Loop, Recorder, Recording
-from graphcap.recorders.tape import storage_key
+from graphcap.recorders.dispatched import storage_key
 from graphcap.ring import RingBuffer
 from graphcap.saving import Saved, StepState, copy_back
 from graphcap.timing import least_ms

@@ -26,7 +26,7 @@ from graphcap.inputs import PadPolicy, Slot, StaticInputs
 from graphcap.manager import CaptureManager
 from graphcap.operations import current_observer
 from graphcap.pool import BufferPool
-from graphcap.recorders.tape import tensors_in
+from graphcap.recorders.dispatched import tensors_in
 from graphcap.settings import Settings
 
 SIZES = (4, 2, 1)

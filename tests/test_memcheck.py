@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from test_soak import soak
+from test_soak import soak, soak_run
 
 from graphcap.errors import VerificationError
 
@@ -123,7 +123,7 @@ def grows(monkeypatch: pytest.MonkeyPatch, wrong: bool = False) -> None:
         def differs(*_):
             raise VerificationError("by design")
 
-        monkeypatch.setattr(soak, "compare", differs)
+        monkeypatch.setattr(soak_run, "compare", differs)
 
 
 def loop_of(seen: Path) -> list[str]:

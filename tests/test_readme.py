@@ -1,4 +1,4 @@
-"""The README says what the code does."""
+"""The README, and the pages that it sends to, say what the code does."""
 
 import ast
 import configparser
@@ -18,7 +18,8 @@ from graphcap.settings import VARIABLES, Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-WITH_VLLM = README.split("## With vLLM")[1].split("\n## ")[0]
+DOCS = ROOT / "docs"
+VLLM = (DOCS / "vllm.md").read_text()
 TROUBLESHOOTING = README.split("## Troubleshooting")[1].split("\n## ")[0]
 PLUGIN = sorted((ROOT / "graphcap" / "hosts" / "vllm").rglob("*.py"))
 
@@ -43,8 +44,14 @@ def test_the_output_shown_for_decode_is_what_it_prints():
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"},
     )
     assert run.returncode == 0, run.stderr
-    (sample,) = re.findall(r"```\n(tiny, 4 layers.*?)```", README, re.DOTALL)
-    assert shown(sample) == shown(run.stdout)
+    printed = shown(run.stdout)
+    page = (DOCS / "cli.md").read_text()
+    (sample,), (beginning,) = (
+        re.findall(r"```\n(tiny, 4 layers.*?)```", text, re.DOTALL) for text in (page, README)
+    )
+    assert shown(sample) == printed
+    assert sample.startswith(beginning), "the README shows the same run"
+    assert all(count in beginning for count in ("operations", "launches", "allocations"))
 
 
 def test_every_environment_variable_is_listed_with_its_default():
@@ -53,9 +60,7 @@ def test_every_environment_variable_is_listed_with_its_default():
 
 
 def test_messages_under_troubleshooting_are_in_the_page_of_all_messages():
-    page = (
-        ROOT / "docs" / "troubleshooting.md"
-    ).read_text()  # whose own are checked against the code
+    page = (DOCS / "troubleshooting.md").read_text()  # whose own are checked against the code
     quoted = re.findall(r"^\| `(.*?)` \|", TROUBLESHOOTING, re.MULTILINE)
     assert len(quoted) >= 5
     for message in quoted:
@@ -75,7 +80,7 @@ def literal(node: ast.expr) -> str | None:
 
 
 def test_every_reason_of_a_fallback_is_explained():
-    listed = set(re.findall(r"^\| `(\w+)` \|", WITH_VLLM, re.MULTILINE))
+    listed = set(re.findall(r"^\| `(\w+)` \|", VLLM, re.MULTILINE))
     reasons = {
         literal(call.args[1])
         for name in ("fall_back", "drop")
@@ -89,14 +94,14 @@ def test_every_reason_of_a_fallback_is_explained():
 
 def test_features_that_are_left_to_vllm_are_listed():
     begin, end = "<!-- left to vLLM: begin -->", "<!-- left to vLLM: end -->"
-    text = " ".join(WITH_VLLM.split(begin)[1].split(end)[0].split())
+    text = " ".join(VLLM.split(begin)[1].split(end)[0].split())
     listed = re.split(r", (?:or )?", text.strip(" ."))
     assert sorted(listed) == sorted(name for name, _ in OBSTACLES)
 
 
 def test_features_of_vllm_0_6_3_that_are_left_to_it_are_listed():
     begin, end = "<!-- left to vLLM 0.6.3: begin -->", "<!-- left to vLLM 0.6.3: end -->"
-    text = " ".join(WITH_VLLM.split(begin)[1].split(end)[0].split())
+    text = " ".join(VLLM.split(begin)[1].split(end)[0].split())
     listed = re.split(r", (?:or )?", text.strip(" ."))
     assert sorted(listed) == sorted(name for name, _ in V0_OBSTACLES)
 
@@ -107,11 +112,13 @@ def test_metrics_are_listed():
     assert {kind for kind, _ in families} == {"counter", "gauge"}
     names = {f"{name}_total" if kind == "counter" else name for kind, name in families}
     names.add(*re.findall(r'HistogramMetricFamily\(\s*"(graphcap_\w+)"', source))
-    assert set(re.findall(r"^\| `(graphcap_\w+)` \|", WITH_VLLM, re.MULTILINE)) == names
+    page = (DOCS / "metrics.md").read_text()
+    assert set(re.findall(r"^\| `(graphcap_\w+)` \|", page, re.MULTILINE)) == names
 
 
 def test_the_window_of_vllm_versions_is_the_same_everywhere():
-    assert f"The window is vLLM {window()}." in README
+    for text in (README, VLLM, (DOCS / "compatibility.md").read_text()):
+        assert f"The window is vLLM {window()}." in text
     config = configparser.ConfigParser(interpolation=None)
     config.read(ROOT / "setup.cfg")
     oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
@@ -119,7 +126,7 @@ def test_the_window_of_vllm_versions_is_the_same_everywhere():
     assert (
         config["options.extras_require"]["vllm"].strip() == f"vllm>={oldest},<{major}.{minor + 1}"
     )
-    run_or_bound = re.findall(r"^\| (\d+\.\d+)\.\d+\S* \| \*\*", WITH_VLLM, re.MULTILINE)
+    run_or_bound = re.findall(r"^\| (\d+\.\d+)\.\d+\S* \| \*\*", VLLM, re.MULTILINE)
     v0 = ".".join(map(str, V0[:2]))
     assert (run_or_bound[0], run_or_bound[1], run_or_bound[-1]) == (v0, oldest, newest)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import random
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,19 +14,8 @@ from toy import CPU
 
 from graphcap.errors import VerificationError
 
-
-def _load() -> ModuleType:
-    path = Path(__file__).resolve().parent.parent / "bench" / "soak.py"
-    spec = importlib.util.spec_from_file_location("soak", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["soak"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-soak = _load()
+sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))
+soak, soak_run = (importlib.import_module(name) for name in ("soak", "soak_run"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from graphcap.hosts.vllm import ranks
 from graphcap.hosts.vllm.choice import Choice
-from graphcap.hosts.vllm.counters import share_directory
+from graphcap.hosts.vllm.counter_directory import share_directory
 from graphcap.hosts.vllm.engine import DECODE, HIDDEN, MIXED, EngineCapture
 from graphcap.hosts.vllm.metrics import GraphcapCollector
 from graphcap.pool import BufferPool

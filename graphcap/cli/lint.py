@@ -169,7 +169,7 @@ def _decode_step(options: argparse.Namespace, device: torch.device) -> Subject:
     from graphcap.cli.options import settings_with
     from graphcap.decode.cache import PagedCache
     from graphcap.decode.checkpoint import load_checkpoint
-    from graphcap.decode.decoder import example_batches
+    from graphcap.decode.examples import example_batches
     from graphcap.decode.kernels import decode_kernels
     from graphcap.decode.step import DecodeStep, decode_slots
     from graphcap.inputs import StaticInputs

@@ -65,7 +65,7 @@ def _brought(
     bring: Callable[[Any], object],
 ) -> Iterator[None]:
     """Inside, the prompts have been read and the next step may follow."""
-    from graphcap.decode.decoder import Prompts
+    from graphcap.decode.prompts import Prompts
 
     laid = Prompts(prompts, _TOKENS, cache, decoder.weights.shape.vocab_size)
     try:

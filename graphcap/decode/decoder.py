@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,11 @@ import torch
 
 from graphcap.buckets import BucketLadder
 from graphcap.decode.cache import PagedCache
+from graphcap.decode.examples import example_batches
 from graphcap.decode.kernels import DecodeKernels
-from graphcap.decode.state_cache import NULL_SLOT
+from graphcap.decode.prompts import Batch, Prompts
 from graphcap.decode.step import DecodeStep, decode_slots
 from graphcap.decode.weights import ModelWeights
-from graphcap.drawing import Example
-from graphcap.errors import InputError
 from graphcap.inputs import NUM_ROWS, StaticInputs
 from graphcap.manager import CaptureManager
 from graphcap.moe.ranges import Ranges, nvtx_ranges
@@ -25,8 +24,6 @@ from graphcap.pool import BufferPool
 from graphcap.ring import Ring, Stop
 from graphcap.settings import Settings
 from graphcap.written import Place
-
-Batch = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,97 +38,6 @@ class Decoded:
 
     token_ids: list[list[int]]
     seconds_per_token: float | None
-
-
-class Prompts:
-    """Prompts laid into a cache, longest first, and the batches that bring them in.
-
-    Prompts enter token by token through the decode step itself, aligned at their ends: a shorter
-    one joins the batch later, and the last batch gives every prompt its first new token.
-
-    Raises:
-        InputError: no prompt, an empty one, a token outside the vocabulary, no new token asked for,
-            or no room in the cache.
-    """
-
-    def __init__(
-        self, prompts: Sequence[Sequence[int]], tokens: int, cache: PagedCache, vocab_size: int
-    ) -> None:
-        if not prompts or not all(prompts):
-            raise InputError("decoding needs at least one prompt, each of at least one token id")
-        if tokens < 1:
-            raise InputError(f"tokens: expected at least 1 new token a prompt, found {tokens}")
-        for prompt in prompts:
-            for token in prompt:
-                if isinstance(token, bool) or not isinstance(token, int):
-                    raise InputError(f"token ids are integers, found {token!r}")
-                if not 0 <= token < vocab_size:
-                    raise InputError(
-                        f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})"
-                    )
-        self._order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        self._prompts = [list(prompts[i]) for i in self._order]
-        self._cache = cache
-        self._states: list[int] = []
-        tables: list[torch.Tensor] = []
-        try:
-            for prompt in self._prompts:
-                # The last token sampled is never written, but the step makes room for it.
-                tables.append(cache.allocate(len(prompt) + tokens))
-                if cache.states is not None:
-                    self._states.append(cache.states.allocate())
-        except InputError:
-            self._free(tables)
-            raise
-        self.tables = torch.stack(tables)
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def batches(self) -> Iterator[Batch]:
-        longest = len(self._prompts[0])
-        for time_step in range(longest):
-            rows = [
-                (prompt, time_step - (longest - len(prompt)))
-                for prompt in self._prompts
-                if time_step >= longest - len(prompt)
-            ]
-            yield self._batch(rows)
-
-    def _batch(self, rows: list[tuple[list[int], int]]) -> Batch:
-        count = len(rows)
-        positions = torch.tensor([position for _, position in rows])
-        size = self._cache.block_size
-        tables = self.tables[:count]
-        blocks = tables.gather(1, (positions // size)[:, None])[:, 0].long()
-        batch = {
-            "token_ids": torch.tensor([p[at] for p, at in rows], dtype=torch.int32),
-            "positions": positions,
-            "seq_lens": (positions + 1).int(),
-            "slot_mapping": (blocks * size + positions % size).to(self._cache.format.slot_dtype),
-            "block_tables": tables,
-        }
-        if self._states:
-            batch["state_slots"] = torch.tensor(self._states[:count])
-        return batch
-
-    def in_order(self, steps: Sequence[torch.Tensor]) -> list[list[int]]:
-        """Sampled tokens, step by step in batch order -> prompt by prompt in the caller's order."""
-        by_row = torch.stack(list(steps), 1).tolist()
-        result: list[list[int]] = [[] for _ in by_row]
-        for row, original in enumerate(self._order):
-            result[original] = by_row[row]
-        return result
-
-    def close(self) -> None:
-        self._free(list(self.tables))
-
-    def _free(self, tables: list[torch.Tensor]) -> None:
-        for table in tables:
-            self._cache.free(table)
-        for slot in self._states:
-            assert self._cache.states is not None
-            self._cache.states.free(slot)
 
 
 class EagerDecoder:
@@ -306,32 +212,6 @@ class Decoder:
 
     def close(self) -> None:
         self.manager.close()
-
-
-def example_batches(cache: PagedCache, vocab_size: int) -> Example:
-    """Batches of sequences of any length, each with blocks and a state of its own, for verification."""
-
-    def example(rows: int, generator: torch.Generator) -> Batch:
-        size = cache.block_size
-        blocks = torch.randperm(cache.num_blocks - 1, generator=generator)[
-            : rows * cache.blocks_per_sequence
-        ]
-        tables = (blocks + 1).view(rows, -1).int()
-        positions = torch.randint(cache.max_context, (rows,), generator=generator)
-        own = tables.gather(1, (positions // size)[:, None])[:, 0].long()
-        batch = {
-            "token_ids": torch.randint(vocab_size, (rows,), generator=generator).int(),
-            "positions": positions,
-            "seq_lens": (positions + 1).int(),
-            "slot_mapping": (own * size + positions % size).to(cache.format.slot_dtype),
-            "block_tables": tables,
-        }
-        if cache.states is not None:
-            slots = torch.randperm(cache.states.num_sequences, generator=generator)[:rows]
-            batch["state_slots"] = slots + NULL_SLOT + 1
-        return batch
-
-    return example
 
 
 def _follow(

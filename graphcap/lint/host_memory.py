@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from graphcap.recorders.tape import storage_key, tensors_in
+from graphcap.recorders.dispatched import storage_key, tensors_in
 
 FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
 HOST_COPY = (

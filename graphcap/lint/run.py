@@ -21,8 +21,9 @@ from graphcap.lint.subject import Subject, static_inputs
 from graphcap.lint.trace import LintTrace
 from graphcap.pool import BufferPool
 from graphcap.recorders.base import autocast_casts_not_kept
+from graphcap.recorders.dispatched import storage_key
 from graphcap.recorders.source import raising_line
-from graphcap.recorders.tape import TapeRecorder, storage_key
+from graphcap.recorders.tape import TapeRecorder
 
 _NOWHERE = Site(None, None)
 _LACKS_A_GPU = re.compile(

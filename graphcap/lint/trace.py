@@ -22,9 +22,9 @@ from graphcap.lint.python_calls import NotingHostReads, Refusal
 from graphcap.lint.signature import signature_of
 from graphcap.lint.stand_ins import CudaStandIns
 from graphcap.operations import Operation, observed_by
+from graphcap.recorders.dispatched import storage_key, tensors_in, written_by
 from graphcap.recorders.guard import COLLECTIVES, StepGuard
 from graphcap.recorders.out_variants import out_call
-from graphcap.recorders.tape import storage_key, tensors_in, written_by
 
 _CONTROL_FLOW = {
     "__bool__": "bool() of a tensor (if, while, and, or, not)",

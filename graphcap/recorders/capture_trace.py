@@ -11,10 +11,10 @@ from graphcap.census import Call, Census
 from graphcap.errors import BackendError
 from graphcap.explain import warn
 from graphcap.operations import Operation
+from graphcap.recorders.dispatched import dispatch_row, storage_key, tensors_in
 from graphcap.recorders.graph_nodes import GraphReader
 from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.pointer_watch import RecordedPointers
-from graphcap.recorders.tape import dispatch_row, storage_key, tensors_in
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,10 @@ from graphcap.recorders.graph_nodes import GraphReader
 from graphcap.recorders.loop import GraphLoop, LoopDriver
 from graphcap.recorders.loop_probe import keeps_graphs, kept_graph, probe_loops, raw_stream
 from graphcap.recorders.pointer_watch import PointerWatch, RecordedPointers
-from graphcap.recorders.probe import TorchCapture, give_up, run_probe
+from graphcap.recorders.probe import run_probe
 from graphcap.recorders.source import raising_line
 from graphcap.recorders.streams import StreamLease
+from graphcap.recorders.torch_capture import TorchCapture, give_up
 from graphcap.undo import let_go
 
 logger = logging.getLogger(__name__)

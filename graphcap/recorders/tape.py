@@ -28,6 +28,13 @@ from graphcap.errors import CaptureError, StateError
 from graphcap.operations import Operation, current_observer
 from graphcap.recorders.base import BoundStep, Recorder, Recording, autocast_casts_not_kept
 from graphcap.recorders.bindings import opened, repeatable
+from graphcap.recorders.dispatched import (
+    dispatch_row,
+    has_effect,
+    storage_key,
+    tensors_in,
+    written_by,
+)
 from graphcap.recorders.guard import StepGuard
 from graphcap.recorders.out_variants import out_call, run_and_copy
 from graphcap.recorders.source import calling_line, is_out_of_memory, raising_line
@@ -128,7 +135,7 @@ class TapeTrace(StepGuard):
             if _is_torchs_own(result):
                 self._append(func, partial(result.copy_, result.clone()), allocates=False)
             return result
-        if not fresh and func.namespace == "aten" and not _has_effect(func):
+        if not fresh and func.namespace == "aten" and not has_effect(func):
             return result  # a view, or a query
         call, allocates = out_call(func, args, kwargs, _kept(result))
         if call is not None:
@@ -278,38 +285,6 @@ def _is_torchs_own(tensor: torch.Tensor) -> bool:
     return True if ask is None else bool(ask())
 
 
-def _has_effect(func: Any) -> bool:
-    """Whether an operation that returns nothing new does something all the same."""
-    return func.overloadpacket.__name__.startswith("_assert")
-
-
-def dispatch_row(func: Any) -> str:
-    """Copies are one row whatever their overload; other dispatcher operations keep their names."""
-    packet = func.overloadpacket.__name__
-    return "copies" if packet in ("copy_", "_to_copy", "clone", "copy") else str(func)
-
-
-def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that `func` writes into, as its schema says."""
-    written: list[Any] = []
-    for index, argument in enumerate(func._schema.arguments):
-        alias = argument.alias_info
-        if alias is not None and alias.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            written.append(value)
-    return list(tensors_in(written))
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
-
-
 def _kept(result: Any) -> Any:
     """`result` for the tape to hold: in inference mode other tensors of the same memory.
 
@@ -323,7 +298,3 @@ def _kept(result: Any) -> Any:
 
 def _results(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -15,9 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap.operations import Observer, Operation, current_observer, observed_by
+from graphcap.recorders.dispatched import storage_key, tensors_in, written_by
 from graphcap.recorders.out_variants import UNWRITTEN
 from graphcap.recorders.source import calling_line
-from graphcap.recorders.tape import storage_key, tensors_in, written_by
 
 _LARGEST = 2**26
 

@@ -9,8 +9,9 @@ import torch
 from bench_modules import plain_torch
 
 from graphcap.decode.cache import PagedCache
-from graphcap.decode.decoder import EagerDecoder, Prompts
+from graphcap.decode.decoder import EagerDecoder
 from graphcap.decode.kernels import decode_kernels
+from graphcap.decode.prompts import Prompts
 from graphcap.decode.random_weights import random_weights
 from graphcap.decode.shapes import preset
 from graphcap.moe.kernels import choose_backend

@@ -78,8 +78,9 @@ def test_every_batch_up_to_the_maximum(capsys, batch):
 @on_cpu
 def test_the_eager_figures_are_what_the_profiler_sees():
     from graphcap.decode.cache import PagedCache
-    from graphcap.decode.decoder import EagerDecoder, Prompts
+    from graphcap.decode.decoder import EagerDecoder
     from graphcap.decode.kernels import decode_kernels
+    from graphcap.decode.prompts import Prompts
     from graphcap.decode.random_weights import random_weights
     from graphcap.decode.shapes import preset
     from graphcap.moe.kernels import choose_backend

@@ -26,8 +26,9 @@ from reference_models import TOKENS, VOCAB, Reference, chosen_experts, reference
 
 from graphcap.buckets import BucketLadder
 from graphcap.decode.cache import NULL_BLOCK, PagedCache
-from graphcap.decode.decoder import Decoder, EagerDecoder, Prompts
+from graphcap.decode.decoder import Decoder, EagerDecoder
 from graphcap.decode.kernels import decode_kernels
+from graphcap.decode.prompts import Prompts
 from graphcap.decode.state_cache import NULL_SLOT
 from graphcap.decode.weights import ModelWeights
 from graphcap.moe.kernels import Backend

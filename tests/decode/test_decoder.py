@@ -18,7 +18,8 @@ from decoders import (
     tensors,
 )
 
-from graphcap.decode.decoder import Decoder, EagerDecoder, Prompts
+from graphcap.decode.decoder import Decoder, EagerDecoder
+from graphcap.decode.prompts import Prompts
 from graphcap.errors import FallbackError, InputError, StateError
 from graphcap.operations import Operation
 

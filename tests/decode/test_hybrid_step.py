@@ -14,9 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from graphcap.buckets import BucketLadder
 from graphcap.decode.cache import PagedCache
-from graphcap.decode.decoder import Decoder, EagerDecoder, Prompts, example_batches
+from graphcap.decode.decoder import Decoder, EagerDecoder
 from graphcap.decode.delta_shape import DeltaShape
+from graphcap.decode.examples import example_batches
 from graphcap.decode.kernels import DecodeKernels, decode_kernels
+from graphcap.decode.prompts import Prompts
 from graphcap.decode.random_weights import random_weights
 from graphcap.decode.shapes import ModelShape, preset
 from graphcap.decode.state_cache import NULL_SLOT, StateCache

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphcap.decode.cache import PagedCache
-from graphcap.decode.decoder import Prompts
+from graphcap.decode.prompts import Prompts
 from graphcap.decode.shapes import preset
 from graphcap.decode.state_cache import NULL_SLOT, StateCache
 from graphcap.errors import InputError

@@ -168,7 +168,7 @@ def test_figures_of_tuned_plans():
 
 def test_figures_of_the_soak():
     soak = result("soak_tiny_h200.json")
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "measurements.md").read_text().split())
     checked, grown = soak["checked"], soak["grown"]
     assert (checked["steps"], soak["differing"]) == (checked["bitwise equal steps"], 0)
     assert (grown["tensors"], grown["allocated"], grown["reserved"]) == (0, 0, 0)
@@ -179,7 +179,7 @@ def test_figures_of_the_soak():
         f"all {checked['steps']:,} steps that were held against eager were bitwise equal",
         f"the process by {grown['resident'] / 2**10:.0f} KiB",
     ):
-        assert piece in readme, f"README.md does not say {piece!r}"
+        assert piece in page, f"docs/measurements.md does not say {piece!r}"
 
 
 def test_figures_under_vllm():
@@ -198,6 +198,37 @@ def test_figures_under_vllm():
     said(f"{with_vllms} were equal to the end with vLLM's kernels")
     said(f"and {count['graphcap']} with graphcap's")
     said(f"compiled default had {count['default']}")
+
+
+def test_figures_of_the_answer_whether_to_use_it():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    answer = readme.split("### Should you use it?")[1].split("### ")[0]
+    modes = {mode["mode"]: mode for mode in result("vllm_seed-64_h200.json")["modes"]}
+    ours, default = modes["graphcap"], modes["default"]
+    cold = {m["mode"]: m["ready_s"] for m in result("vllm_start_seed-64_h200.json")["modes"]}
+    eager = {m["mode"]: m for m in result("vllm_eager_seed-64_h200.json")["modes"]}
+    same = {m["mode"]: m for m in result("parity_qwen3-moe_h200.json")["modes"]}
+
+    def ms(mode: Any, batch: int) -> str:
+        return f"{mode['batches'][str(batch)]['ms']:.2f}"
+
+    buckets = re.findall(r"(\d+) buckets of", " ".join(ours["graphcap"]))
+    assert buckets == ["17", "7"]
+    assert same["graphcap, vLLM's kernels"]["requests_equal"] == 64
+    for piece in (
+        f"a step took {ms(ours, 1)} and {ms(ours, 8)} ms, and {ms(default, 1)} and {ms(default, 8)} ms "
+        "with vLLM's default",
+        f"the first token came after {ours['mixed']['ttft_p99_ms']:.0f} ms at the 99th percentile, and "
+        f"after {default['mixed']['ttft_p99_ms']:,.0f} ms with vLLM's default",
+        f"about even** ({ms(ours, 32)} and {ms(default, 32)} ms)",
+        f"{ours['graph_gib']} GiB of graphs (vLLM's default: {default['graph_gib']} GiB)",
+        f"{cold['graphcap']:.1f} s from weights to ready (vLLM's default: {cold['default']:.1f} s",
+        "seven decode buckets and 17 mixed ones",
+        f"a step of one sequence took {ms(eager['tape'], 1)} ms, in eager vLLM {ms(eager['eager'], 1)} ms",
+        "all of [64 requests]",
+    ):
+        assert piece in answer, f"README.md does not say {piece!r}"
+    assert modes["decode-only"]["ready_s"] < ours["ready_s"], "vLLM is ready sooner uncompiled"
 
 
 def test_figures_of_the_tape():

@@ -1,6 +1,6 @@
 """Footguns of the ladder and of dispatch: cases 1 to 7 and their kin.
 
-Each docstring is a row of the README's table, or part of one; see `readme_section`.
+Each docstring is a row of the table of docs/footguns.md, or part of one; see `footguns_page`.
 """
 
 from __future__ import annotations

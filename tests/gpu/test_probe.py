@@ -7,7 +7,8 @@ import torch
 
 from graphcap.errors import StateError
 from graphcap.recorders.cuda_runtime import CudaRuntime
-from graphcap.recorders.probe import STAGES, TorchCapture, probe_capture, run_probe
+from graphcap.recorders.probe import STAGES, probe_capture, run_probe
+from graphcap.recorders.torch_capture import TorchCapture
 
 MIB = 2**20
 

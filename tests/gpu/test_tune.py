@@ -8,9 +8,10 @@ import torch
 from graphcap.buckets import BucketLadder
 from graphcap.cli import main
 from graphcap.decode.cache import PagedCache
-from graphcap.decode.decoder import Decoder, EagerDecoder, Prompts
+from graphcap.decode.decoder import Decoder, EagerDecoder
 from graphcap.decode.kernels import decode_kernels
 from graphcap.decode.plan_files import read_plans
+from graphcap.decode.prompts import Prompts
 from graphcap.decode.random_weights import random_weights
 from graphcap.decode.shapes import preset
 from graphcap.moe.kernels import choose_backend

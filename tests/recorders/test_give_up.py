@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphcap.recorders import probe
-from graphcap.recorders.probe import give_up
+from graphcap.recorders import torch_capture
+from graphcap.recorders.torch_capture import give_up
 
 DEVICE = torch.device("cuda", 1)
 POOL = (0, 7)
@@ -51,7 +51,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     found = Allocator()
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", found.end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", found.release, raising=False)
-    monkeypatch.setattr(probe, "_broken", [])
+    monkeypatch.setattr(torch_capture, "_broken", [])
     return found
 
 
@@ -64,7 +64,7 @@ def test_the_graph_is_no_user_of_the_pool_any_more(allocator: Allocator, tidies:
     assert allocator.users == 1, (
         "the earlier graph's memory would never, or too early, be given back"
     )
-    assert probe._broken == ([] if tidies else [graph]), "torch still asks the graph"
+    assert torch_capture._broken == ([] if tidies else [graph]), "torch still asks the graph"
 
 
 def test_a_capture_that_never_began_is_not_counted_off(allocator: Allocator) -> None:

@@ -57,9 +57,9 @@ def _install_v0(version: str, settings: Settings, status: PluginStatus) -> None:
         status.parts["experts"] = experts.install()
     runner.install()
     status.parts["v0"] = "installed"
-    from graphcap.hosts.vllm import counters, metrics, served
+    from graphcap.hosts.vllm import counter_directory, metrics, served
 
-    counters.share_directory()
+    counter_directory.share_directory()
     served.write_at_exit(settings.report)
     status.parts["metrics"] = metrics.join_vllm_endpoint()
     status.state, status.why = "on", ""
@@ -118,10 +118,10 @@ def _install_v1(version: str, settings: Settings, status: PluginStatus) -> None:
         from graphcap.hosts.vllm import experts
 
         status.parts["experts"] = experts.register()
-    from graphcap.hosts.vllm import calls, counters, metrics, served
+    from graphcap.hosts.vllm import calls, counter_directory, metrics, served
 
     calls.install()
-    counters.share_directory()
+    counter_directory.share_directory()
     served.write_at_exit(settings.report)
     status.parts["metrics"] = metrics.join_vllm_endpoint()
     status.state, status.why = "on", ""

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from graphcap.explain import warn
-from graphcap.hosts.vllm.counters import DIRECTORY_VARIABLE, WorkerCounts, read_workers
+from graphcap.hosts.vllm.counter_directory import DIRECTORY_VARIABLE
+from graphcap.hosts.vllm.worker_counts import WorkerCounts, read_workers
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry  # type: ignore[import-not-found]

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from graphcap.explain import warn
-from graphcap.hosts.vllm.counters import WorkerCounts, made_here, read_workers
+from graphcap.hosts.vllm.counter_directory import made_here
+from graphcap.hosts.vllm.worker_counts import WorkerCounts, read_workers
 from graphcap.report import served_json, write_json
 
 logger = logging.getLogger(__name__)

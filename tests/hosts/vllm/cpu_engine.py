@@ -216,7 +216,8 @@ def shared_counters() -> dict[str, Any]:
     """What the engines of this process have told the other processes of a server."""
     import os
 
-    from graphcap.hosts.vllm.counters import DIRECTORY_VARIABLE, read_workers
+    from graphcap.hosts.vllm.counter_directory import DIRECTORY_VARIABLE
+    from graphcap.hosts.vllm.worker_counts import read_workers
 
     (worker,) = read_workers(Path(os.environ[DIRECTORY_VARIABLE])).values()
     return {

@@ -16,13 +16,10 @@ from typing import Any
 
 import pytest
 
-from graphcap.hosts.vllm import counters as counters_module
-from graphcap.hosts.vllm.counters import (
-    DIRECTORY_VARIABLE,
-    SharedCounters,
-    read_workers,
-    share_directory,
-)
+from graphcap.hosts.vllm import counter_file
+from graphcap.hosts.vllm.counter_directory import DIRECTORY_VARIABLE, share_directory
+from graphcap.hosts.vllm.counters import SharedCounters
+from graphcap.hosts.vllm.worker_counts import read_workers
 from graphcap.settings import misspelt
 
 BUMPS = 5000
@@ -243,7 +240,7 @@ def test_half_written_is_not_read(directory: Path, written: bytes):
 
 
 def test_record_that_is_not_announced_is_not_read(directory: Path, written: bytes):
-    used = counters_module._USED * 8
+    used = counter_file.USED * 8
     content = bytearray(written)
     content[used] -= 1
     (directory / "1-x.counters").write_bytes(content)
@@ -283,7 +280,8 @@ def test_signed_garbage_is_read_without_an_error(directory: Path, written: bytes
 SHARE = f"""
 import os, sys
 from pathlib import Path
-from graphcap.hosts.vllm.counters import SharedCounters, share_directory
+from graphcap.hosts.vllm.counter_directory import share_directory
+from graphcap.hosts.vllm.counters import SharedCounters
 made = share_directory()
 assert share_directory() == made == Path(os.environ[{DIRECTORY_VARIABLE!r}])
 assert made.stat().st_mode & 0o077 == 0

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from graphcap.hosts.vllm.choice import Choice
-from graphcap.hosts.vllm.counters import DIRECTORY_VARIABLE, read_workers, share_directory
+from graphcap.hosts.vllm.counter_directory import DIRECTORY_VARIABLE, share_directory
 from graphcap.hosts.vllm.reporting import Reporter
 from graphcap.hosts.vllm.served import path_of_rank, write_at_exit, write_served
+from graphcap.hosts.vllm.worker_counts import read_workers
 from graphcap.report import BucketReport, CaptureReport
 from graphcap.settings import Settings
 from graphcap.traffic import read_report

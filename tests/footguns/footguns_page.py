@@ -1,7 +1,7 @@
-"""Writes the README's section "What graphcap refuses, and why" from the docstrings of these tests.
+"""Writes the table of docs/footguns.md, "What graphcap refuses, and why", from the docstrings of these tests.
 
-python tests/footguns/readme_section.py            rewrite README.md between its markers
-python tests/footguns/readme_section.py --check    exit code 1 if README.md is not what the tests say
+python tests/footguns/footguns_page.py            rewrite the page between its markers
+python tests/footguns/footguns_page.py --check    exit code 1 if the page is not what the tests say
 
 A test is called test_NN_… after its case. The docstring of one test of each case has two sentences,
 ``Elsewhere: what went wrong in other capture layers.`` and ``Here: what graphcap does.`` Every other
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-README = HERE.parent.parent / "README.md"
+PAGE = HERE.parent.parent / "docs" / "footguns.md"
 BEGIN, END = "<!-- footguns: begin -->", "<!-- footguns: end -->"
 CASES = range(1, 26)
 
@@ -79,8 +79,8 @@ def cases() -> dict[int, Case]:
     return found
 
 
-def section() -> str:
-    """The table: one row for each case."""
+def table() -> str:
+    """One row for each case."""
     lines = ["| | elsewhere | graphcap | further ways tried |", "|--:|---|---|--:|"]
     for case in cases().values():
         if case.number in _GROUPS:
@@ -90,18 +90,18 @@ def section() -> str:
 
 
 def filled(text: str) -> str:
-    """`text` with the section as the tests say."""
+    """`text` with the table as the tests say."""
     head, rest = text.split(BEGIN)
     _, tail = rest.split(END)
-    return f"{head}{BEGIN}\n{section()}\n{END}{tail}"
+    return f"{head}{BEGIN}\n{table()}\n{END}{tail}"
 
 
 def main() -> int:
-    text = README.read_text()
+    text = PAGE.read_text()
     wanted = filled(text)
     if "--check" in sys.argv:
         return 0 if wanted == text else 1
-    README.write_text(wanted)
+    PAGE.write_text(wanted)
     return 0
 
 
