@@ -37,7 +37,7 @@ class Settings:
         report: where to write the capture report as JSON; None: nowhere.
         nvtx: mark the parts of MoE layers as NVTX ranges.
         tune_cache: the folder of plans that `graphcap tune` found; None: in the user's cache.
-        schedule: ``auto``, or ``plain``: MoE layers of vLLM's models run without plans.
+        schedule: ``auto``, or ``plain``: layers of decode steps, and experts in vLLM, run without plans.
     """
 
     enabled: bool = False
@@ -236,7 +236,7 @@ VARIABLES = (
     Variable("GRAPHCAP_KERNELS", "kernel backend", _choice("kernels", KERNELS)),
     Variable(
         "GRAPHCAP_SCHEDULE",
-        "auto: MoE layers in vLLM run by tuned plans; plain: without",
+        "auto: layers, and experts in vLLM, run by tuned plans; plain: without",
         _choice("schedule", SCHEDULES),
     ),
     Variable("GRAPHCAP_VERIFY", "off, capture, or N: also check every N-th replay", _verify),

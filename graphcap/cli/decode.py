@@ -63,9 +63,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--schedule",
         choices=("auto", "fused", "plain"),
-        default="auto",
         help="how layers run: plain, operation by operation; fused, by fused Triton kernels; auto, each "
-        "bucket as was measured by graphcap tune or for a packaged table, else by rule (default auto)",
+        "bucket as was measured by graphcap tune or for a packaged table, else by rule (default: "
+        "GRAPHCAP_SCHEDULE, which is auto)",
     )
     parser.add_argument("--buckets", metavar="1,2,4", help="bucket sizes (default: auto)")
     parser.add_argument("--seed", type=seed, default=0, metavar="N")
@@ -94,6 +94,7 @@ def run(options: argparse.Namespace) -> int:
             "--timeline is part of the JSON: add --json, and draw it by graphcap report"
         )
     settings = settings_with(recorder=options.recorder, buckets=options.buckets)
+    options.schedule = options.schedule or settings.schedule
     device = default_device()
     backend = choose_backend(settings.kernels, device)
     kernels = decode_kernels(backend)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphcap.decode.decoder import Decoded, Decoder, EagerDecoder
+    from graphcap.decode.plan_choice import PlanChoice
     from graphcap.report import ManagerStats
 
 
@@ -127,8 +128,15 @@ def _schedule(decoder: Decoder, size: int) -> dict[str, Any]:
     """How the layers of a bucket run, and why."""
     from graphcap.decode.plan_json import plan_to_json
 
-    choice = decoder.step.bucket_choice(size)
-    return {"source": choice.source, "why": choice.why, "plan": plan_to_json(choice.plan)}
+    def plain(choice: PlanChoice) -> dict[str, Any]:
+        found = {
+            "source": choice.source,
+            "why": choice.why,
+            "plan": plan_to_json(choice.plan),
+        }
+        return found if choice.experts is None else {**found, "experts": plain(choice.experts)}
+
+    return plain(decoder.step.bucket_choice(size))
 
 
 def census(decoder: Decoder, batch: int) -> dict[str, Any] | None:

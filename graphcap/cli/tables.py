@@ -85,7 +85,10 @@ def _print_reasons(console: Console, buckets: Sequence[Mapping[str, Any]]) -> No
     sizes: dict[str, list[str]] = {}
     for entry in buckets:
         chosen = entry["schedule"]
-        sizes.setdefault(f"{chosen['source']}: {chosen['why']}", []).append(str(entry["size"]))
+        reason = f"{chosen['source']}: {chosen['why']}"
+        if "experts" in chosen:
+            reason += f"; experts by {chosen['experts']['source']}: {chosen['experts']['why']}"
+        sizes.setdefault(reason, []).append(str(entry["size"]))
     for reason, of in sizes.items():
         label = "bucket" if len(of) == 1 else "buckets"
         console.print(f"{label} {', '.join(of)}: {escape(reason)}", highlight=False)

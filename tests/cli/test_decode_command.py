@@ -11,6 +11,9 @@ import torch
 from torch.profiler import profile
 
 from graphcap.cli import main
+from graphcap.decode.layer_plan import LayerPlan
+from graphcap.decode.plan_choice import PlanChoice
+from graphcap.decode.step import DecodeStep
 
 KEYS = [
     "shape", "device", "recorder", "batch", "max_batch", "bucket", "tokens", "prompt_ids", "eager",
@@ -316,3 +319,34 @@ def test_many_tokens_by_one_call_are_the_same_tokens(capsys, at_once):
     assert "one by one" in many["notes"][0]
     assert many["replay"]["launches_per_token"] == 1  # the tape enqueues each step
     assert many["replay"]["allocations_per_token"] == 0
+
+
+def test_the_schedule_comes_from_the_environment_where_none_is_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GRAPHCAP_SCHEDULE", "plain")
+    words = ["decode", "--tokens", "2", "--layers", "1", "--json"]
+    for more, schedule, source in (
+        ([], "plain", "asked for"),
+        (["--schedule", "auto"], "auto", "not supported"),
+    ):
+        assert main([*words, *more]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["schedule"] == schedule
+        assert {bucket["schedule"]["source"] for bucket in result["buckets"]} == {source}
+
+
+def test_plans_of_a_hybrids_experts_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = LayerPlan("plain")
+    own = PlanChoice(2, LayerPlan("apart", block=16), "table", "a.json: tuned for 2 rows")
+    choice = PlanChoice(2, plain, "not supported", "it is a hybrid", own)
+    monkeypatch.setattr(DecodeStep, "bucket_choice", lambda self, rows: choice)
+    words = ["decode", "--tokens", "2", "--layers", "1", "--batch", "2"]
+    assert main(words) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "it is a hybrid; experts by table: a.json: tuned for 2 rows" in printed
+    assert main([*words, "--json"]) == 0
+    bucket = json.loads(capsys.readouterr().out)["buckets"][0]
+    assert bucket["schedule"]["experts"]["plan"] == {"layers": "apart", "block": 16}
