@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from attention_table import attention_table
 from speed_plot import plot
 from speed_table import speed_table
 
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = {
     "speed": "measured speed",
+    "attention": "measured attention",
     "vllm": "measured vllm",
     "parity": "measured parity",
     "cpu": "measured cpu",
@@ -175,6 +177,7 @@ def _speed(result: dict[str, Any], name: str) -> str:
 def measured(kind: str) -> str:
     tables = {
         "speed": _speed,
+        "attention": attention_table,
         "vllm": vllm_table,
         "parity": parity_table,
         "cpu": cpu_table,
