@@ -6,8 +6,12 @@ From the output of the qkv projection to the input of the output projection: in 
 `attend` (norms, RoPE, cache write and attention), by the tile that schedule "auto" chooses; in vLLM its
 attention kernels alone, and with norms, RoPE and cache write before them; torch's
 scaled_dot_product_attention alone. Each way is a CUDA graph of `--layers` layers, every layer with keys and
-values of its own. Between any two replays a large sum evicts them from the L2 cache, which would hold the
-short contexts whole: in a step the weights of a layer, 80 MB, pass through it between two of its visits.
+values of its own: once of attention alone, and once with a qkv projection before each, whose own time is
+taken off. That is what attention adds to a step, where kernels overlap.
+
+Keys and values come from memory, not from the L2 cache, which would hold the short contexts whole: before
+each replay a large sum evicts them. So it is in a step: between two visits of a layer all others' weights
+pass through the cache (80 MB a layer for `seed-64`).
 
 Before it is timed, each way is held against float64 on fresh random inputs, what it must write poisoned.
 Exit code 1: one is wrong (and is not timed). What cannot run here is named in the result. A CPU does for a
@@ -17,6 +21,7 @@ try: ``TRITON_INTERPRET=1 … --device cpu --shape tiny --schedule fused``.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -28,10 +33,12 @@ from typing import Any
 import torch
 from attention_load import AttentionLoad
 from attention_table import TITLES
+from attention_timing import ColdClock
 from attention_vllm import reason, vllm_version, vllm_ways
 from attention_ways import (
     TOLERANCE,
     AttentionWay,
+    Projections,
     UnavailableError,
     graphcap_way,
     off_by,
@@ -43,7 +50,6 @@ from speed_ways import read_bandwidth
 
 from graphcap.decode.shapes import preset
 from graphcap.errors import BackendError
-from graphcap.recorders.graph_nodes import GraphReader
 
 Row = dict[str, Any]
 
@@ -57,6 +63,12 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=7, help="in each, every way has its turn")
     parser.add_argument("--replays", type=int, default=10, help="of one turn")
+    parser.add_argument(
+        "--projection",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure after a projection as well",
+    )
     parser.add_argument("--schedule", default="auto", help="of graphcap: auto or fused")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs")
     parser.add_argument("--seconds", type=float, default=80, help="start nothing new after so long")
@@ -75,20 +87,6 @@ def _numbers(words: str) -> list[int]:
     return numbers
 
 
-class Evictor:
-    """Reads four times what the L2 cache holds. It writes nothing, so that nothing is left to be written
-    back while a way is timed."""
-
-    def __init__(self, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self.l2 = torch.cuda.get_device_properties(device).L2_cache_size if cuda else 0
-        self.numbers = torch.ones(max(1, self.l2), device=device)
-        self._out = torch.empty((), device=device)
-
-    def __call__(self) -> None:
-        torch.sum(self.numbers, 0, out=self._out)
-
-
 class Run:
     """One run of the script, and what it found."""
 
@@ -99,13 +97,10 @@ class Run:
         self.cuda = self.device.type == "cuda"
         self.shape = preset(options.shape)
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
-        self.evict = Evictor(self.device)
-        self.reader, unread = None, ""
-        if self.cuda:
-            try:
-                self.reader = GraphReader()
-            except BackendError as error:
-                unread = f"device operations are not counted: {error}"
+        self.clock = ColdClock(self.device, options.layers)
+        self.projections = None
+        if options.projection:
+            self.projections = Projections(self.shape, options.layers, self.device, self.dtype)
         self.result: dict[str, Any] = {
             "what": "attention of one decode step, ways side by side in one run",
             "shape": self.shape.name,
@@ -117,15 +112,16 @@ class Run:
             "rounds": options.rounds,
             "replays": options.replays,
             "schedule": options.schedule,
-            "l2_mib": self.evict.l2 / 2**20,
-            "evicted_by_mib": self.evict.numbers.nbytes / 2**20,
+            "seed": options.seed,
+            "l2_mib": self.clock.l2 / 2**20,
+            "evicted_by_mib": self.clock.evicted_by / 2**20,
             "read_tb_s": read_bandwidth(self.device, 1 << (32 if self.cuda else 20)),
             "tolerance": TOLERANCE[self.dtype],
             "machine": machine(options.commit, vllm=vllm_version()),
             "rows": [],
             "unavailable": {},
             "wrong": [],
-            "left_out": [unread] if unread else [],
+            "left_out": self.clock.notes,
         }
 
     def say(self, text: str) -> None:
@@ -148,19 +144,14 @@ class Run:
     def ways(self, load: AttentionLoad) -> list[AttentionWay]:
         """Those that run; the others are noted."""
         ways, missing = [], {}
-        for name, make in (
-            ("graphcap", lambda: graphcap_way(load, self.options.schedule)),
-            ("sdpa", lambda: sdpa_way(load)),
-        ):
+        makers: dict[str, Callable[[], AttentionWay]] = {
+            "graphcap": lambda: graphcap_way(load, self.options.schedule, self.projections),
+            "sdpa": lambda: sdpa_way(load),
+        }
+        for name, make in makers.items():
             try:
-                way = make()
-                way.run(0)
-                ways.append(way)
-            except (
-                UnavailableError,
-                BackendError,
-                TypeError,
-            ) as error:  # TypeError: an older torch
+                ways.append(make())
+            except (UnavailableError, BackendError) as error:
                 missing[name] = reason(error)
         more, why = vllm_ways(load)
         for name, told in (missing | why).items():
@@ -182,102 +173,96 @@ class Run:
             "ways": {},
         }
         replays: dict[str, Callable[[], object]] = {}
+        projected: dict[str, str] = {}
+        if self.projections is not None:
+            self.projections.for_rows(rows)
         for way in self.ways(load):
-            try:
-                replay, operations = self.recorded(way, load)
-            except RuntimeError as error:
-                if way.name == "graphcap":
-                    raise
-                self.unavailable(way.name, f"cannot be recorded: {reason(error)}")
+            if not self.checked(way, load, row, replays):
                 continue
-            prepare(way, load)
-            replay()
-            off = off_by(way, load)
-            if not off <= self.result["tolerance"]:  # NaN is wrong, too
-                wrong = f"{self.title(way.name)}, batch {rows}, context {context}: off by {off:.2g}"
-                self.result["wrong"].append(wrong)
-                self.say(f"WRONG: {wrong}, allowed {self.result['tolerance']:.2g}")
-                continue
-            replays[way.name] = replay
-            row["ways"][way.name] = {"off_by": off, "operations": operations, **way.facts}
-        for name, turns in self.timed(replays).items():
-            medians = [statistics.median(turn) for turn in turns]
-            us = statistics.median(time for turn in turns for time in turn)
-            row["ways"][name] |= {
-                "us": us,
-                "low_us": min(medians),
-                "high_us": max(medians),
-                "tb_s": load.nbytes / us / 1e6,
-            }
+            if self.projections is not None:
+                before = way.projection or self.projections.torch
+                projected[way.name] = "torch" if way.projection is None else way.name
+                base = f"projection, {projected[way.name]}"
+                if base not in replays:
+                    replays[base], _ = self.clock.recorded(before)
+                replays[f"{way.name}, after projection"], _ = self.clock.recorded(before, way.run)
+        times = self.clock.times(replays, options.rounds, options.replays)
+        self.timings(row, load, times, projected)
         self.result["rows"].append(row)
-        self.say(f"batch {rows}, context {context}: {row['cache_mib']:.2f} MiB a layer")
-        for name, way_row in row["ways"].items():
-            print(
-                f"    {self.title(name):34s} {way_row['us']:8.2f} µs a layer "
-                f"({way_row['low_us']:.2f} to {way_row['high_us']:.2f}), {way_row['tb_s']:.2f} TB/s, "
-                f"{way_row['operations']} operations, off by {way_row['off_by']:.1e}",
-                flush=True,
-            )
+        self.tell(row)
         self.save()
 
-    def recorded(
-        self, way: AttentionWay, load: AttentionLoad
-    ) -> tuple[Callable[[], object], float | None]:
-        """(a call that enqueues all layers, device operations of one)"""
-
-        def step() -> None:
-            for layer in range(load.layers):
-                way.run(layer)
-
-        step()  # compiles
-        if not self.cuda:
-            return step, None
-        torch.cuda.synchronize(self.device)
-        graph, nodes = torch.cuda.CUDAGraph(), None
-        with torch.cuda.graph(graph):
-            step()
-            if self.reader is not None:
-                stream = torch.cuda.current_stream().cuda_stream
-                nodes = self.reader.count(self.reader.graph_under_capture(stream)) / load.layers
-        return graph.replay, nodes
-
-    def timed(self, replays: dict[str, Callable[[], object]]) -> dict[str, list[list[float]]]:
-        """µs a layer of single replays by way and round; the ways take turns, and every round begins with
-        another one."""
-        times: dict[str, list[list[float]]] = {name: [] for name in replays}
-        names = list(replays)
-        for index in range(-1, self.options.rounds):  # the first round warms up
-            first = index % len(names) if names else 0
-            for name in names[first:] + names[:first]:
-                turn = [self.once(replays[name]) for _ in range(self.options.replays)]
-                found = [finish() * 1e3 / self.options.layers for finish in turn]
-                if index >= 0:
-                    times[name].append(found)
-        return times
-
-    def once(self, replay: Callable[[], object]) -> Callable[[], float]:
-        """Enqueue one replay on a cold cache; gives a call that waits for it and returns its ms."""
-        if not self.cuda:
-            began = time.perf_counter()
-            replay()
-            took = (time.perf_counter() - began) * 1e3
-            return lambda: took
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.evict()
-        first.record()
+    def checked(
+        self,
+        way: AttentionWay,
+        load: AttentionLoad,
+        row: Row,
+        replays: dict[str, Callable[[], object]],
+    ) -> bool:
+        """Record `way` and hold it against the reference; whether it is right, and can be timed."""
+        try:
+            replay, operations = self.clock.recorded(way.run)
+        except RuntimeError as error:
+            if way.name == "graphcap":
+                raise
+            self.unavailable(way.name, f"cannot be recorded: {reason(error)}")
+            return False
+        prepare(way, load)
         replay()
-        last.record()
+        off, allowed = off_by(way, load), self.result["tolerance"]
+        if not off <= allowed:  # NaN is wrong, too
+            wrong = f"{self.title(way.name)}, batch {load.rows}, context {load.context}: off by {off:.2g}"
+            self.result["wrong"].append(wrong)
+            self.say(f"WRONG: {wrong}, allowed {allowed:.2g}")
+            return False
+        replays[way.name] = replay
+        row["ways"][way.name] = {"off_by": off, "operations": operations, **way.facts}
+        return True
 
-        def finish() -> float:
-            last.synchronize()
-            return first.elapsed_time(last)
+    def timings(
+        self,
+        row: Row,
+        load: AttentionLoad,
+        times: dict[str, list[list[float]]],
+        projected: dict[str, str],
+    ) -> None:
+        """Into `row`: µs a layer by way, and what each adds to its projection."""
+        medians = {
+            name: [statistics.median(turn) for turn in turns] for name, turns in times.items()
+        }
+        for name, found in row["ways"].items():
+            us = statistics.median(time for turn in times[name] for time in turn)
+            found |= {"us": us, "low_us": min(medians[name]), "high_us": max(medians[name])}
+            found["tb_s"] = load.nbytes / us / 1e6
+            if name in projected:
+                pairs = (f"{name}, after projection", f"projection, {projected[name]}")
+                added = [a - b for a, b in zip(*(medians[pair] for pair in pairs), strict=True)]
+                found |= {
+                    "added_us": statistics.median(added),
+                    "added_low_us": min(added),
+                    "added_high_us": max(added),
+                    "projection_us": statistics.median(medians[pairs[1]]),
+                }
 
-        return finish
+    def tell(self, row: Row) -> None:
+        self.say(
+            f"batch {row['batch']}, context {row['context']}: {row['cache_mib']:.2f} MiB a layer"
+        )
+        for name, found in row["ways"].items():
+            added = f"adds {found['added_us']:.2f} µs, " if "added_us" in found else ""
+            print(
+                f"    {self.title(name):34s} {found['us']:8.2f} µs a layer "
+                f"({found['low_us']:.2f} to {found['high_us']:.2f}), {added}{found['tb_s']:.2f} TB/s, "
+                f"{found['operations']} operations, off by {found['off_by']:.1e}",
+                flush=True,
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
     run = Run(options)
+    if run.cuda:
+        gc.freeze()  # torch collects before each capture: it need not walk all that is imported
     with torch.no_grad():
         for rows in options.batches:
             for context in options.contexts:

@@ -17,6 +17,12 @@ TITLES = {
 
 _OF_VLLM = ("flash", "triton")
 
+_ADDED = (
+    "The same with a qkv projection before each layer's attention, of which the time of the projections "
+    "alone is taken off: what attention adds to a step. graphcap's projection is its own, that of all others "
+    "is cuBLAS."
+)
+
 Result = Mapping[str, Any]
 
 
@@ -24,7 +30,9 @@ def attention_table(result: Result, name: str) -> str:
     """Text and tables; a way that never ran has no column and is named below."""
     ways = [way for way in TITLES if any(way in row["ways"] for row in result["rows"])]
     titles = {way: _title(way, result) for way in ways}
-    lines = [_introduction(result, name), "", *_overview(result, titles)]
+    lines = [_introduction(result, name), "", *_overview(result, titles, "us")]
+    if any("added_us" in way for row in result["rows"] for way in row["ways"].values()):
+        lines += ["", _ADDED, "", *_overview(result, titles, "added_us")]
     for note in _notes(result):
         lines += ["", note]
     lines += ["", "<details><summary>Every column</summary>", "", *_details(result, titles)]
@@ -60,13 +68,14 @@ def _introduction(result: Result, name: str) -> str:
     )
 
 
-def _overview(result: Result, titles: Mapping[str, str]) -> list[str]:
+def _overview(result: Result, titles: Mapping[str, str], key: str) -> list[str]:
     against = any(way in titles for way in _OF_VLLM) and "graphcap" in titles
     head = ["batch", "context", "MiB a layer", "floor", *titles.values()]
     head += ["speed-up over vLLM's faster kernel alone", "over its faster whole"] if against else []
     lines = ["| " + " | ".join(head) + " |", "|--:" * len(head) + "|"]
     for row in result["rows"]:
-        times = {way: row["ways"][way]["us"] for way in titles if way in row["ways"]}
+        found = row["ways"]
+        times = {way: found[way][key] for way in titles if key in found.get(way, {})}
         cells = [str(row["batch"]), f"{row['context']:,}", f"{row['cache_mib']:.2f}"]
         cells.append(f"{row['floor_us']:.2f}")
         for way in titles:
@@ -98,6 +107,16 @@ def _notes(result: Result) -> list[str]:
     return notes
 
 
+def _added(way: Mapping[str, Any]) -> list[str]:
+    if "added_us" not in way:
+        return ["-"] * 3
+    return [
+        f"{way['added_us']:.2f}",
+        f"{way['added_low_us']:.2f} to {way['added_high_us']:.2f}",
+        f"{way['projection_us']:.2f}",
+    ]
+
+
 def _unavailable(reasons: Mapping[str, str]) -> list[str]:
     """Ways that lack the same are named together."""
     together: dict[str, list[str]] = {}
@@ -114,6 +133,9 @@ def _details(result: Result, titles: Mapping[str, str]) -> list[str]:
         "µs",
         "medians of rounds",
         "TB/s",
+        "added µs",
+        "medians of rounds",
+        "projection µs",
         "device operations",
         "off by",
     ]
@@ -132,6 +154,7 @@ def _details(result: Result, titles: Mapping[str, str]) -> list[str]:
                 f"{found['us']:.2f}",
                 f"{found['low_us']:.2f} to {found['high_us']:.2f}",
                 f"{found['tb_s']:.2f}",
+                *_added(found),
                 "-" if count is None else f"{count:g}",
                 f"{found['off_by']:.1e}",
             ]

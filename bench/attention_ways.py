@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from attention_load import AttentionLoad
 
 from graphcap.decode.kernels import decode_kernels
-from graphcap.decode.layer_plan import planned
+from graphcap.decode.layer_plan import PlannedKernels, planned
+from graphcap.decode.model_shape import ModelShape
 from graphcap.decode.schedule import Schedule
 from graphcap.decode.weights import empty_weights
 from graphcap.moe.kernels import choose_backend
@@ -43,6 +44,8 @@ class AttentionWay:
             the query of layer 0 and a cache that holds the new token.
         run: enqueues one layer.
         outs: (M, Hq, D) of each layer, which `run` writes.
+        projection: enqueues the qkv projection of a layer as it comes before this way in a step; None:
+            that of torch.
         facts: what is known of it besides its times.
     """
 
@@ -52,6 +55,7 @@ class AttentionWay:
     outs: Sequence[torch.Tensor]
     store: Store
     facts: dict[str, Any] = field(default_factory=dict)
+    projection: Callable[[int], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,51 @@ class FlatStore:
     def got(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.pairs[layer]
         return keys[:, :, -1], values[:, :, -1]
+
+
+class Projections:
+    """qkv projections of as many layers, each with weights of its own. Their results are read by nobody:
+    what attention reads is `AttentionLoad.qkv`.
+
+    Attributes:
+        hidden, delta: (M, H), the residual stream and what is still to be added to it.
+    """
+
+    def __init__(
+        self, shape: ModelShape, layers: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.eps = shape.rms_norm_eps
+        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        generator = torch.Generator(device).manual_seed(1)
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=generator, device=device).to(dtype)
+
+        self.weights = [normal(width, shape.hidden_size) for _ in range(layers)]
+        self.norms = [normal(shape.hidden_size) for _ in range(layers)]
+        self._normal, self._hidden_size, self._width = normal, shape.hidden_size, width
+
+    def for_rows(self, rows: int) -> None:
+        self.hidden, self.delta, self.total = (
+            self._normal(rows, self._hidden_size) for _ in range(3)
+        )
+        self.out = self._normal(rows, self._width)
+
+    def torch(self, layer: int) -> None:
+        torch.mm(self.hidden, self.weights[layer].t(), out=self.out)
+
+    def planned(self, kernels: PlannedKernels, layers: str) -> Callable[[int], object]:
+        """graphcap's: with residual add and norm where the plan's `layers` have them inside."""
+
+        def fused(layer: int) -> None:
+            norm = (self.norms[layer], self.eps)
+            weight = (self.weights[layer], None)
+            kernels.norm_qkv(self.hidden, self.delta, *norm, *weight, self.out, self.total)
+
+        def apart(layer: int) -> None:
+            kernels.qkv(self.hidden, self.weights[layer], None, self.out)
+
+        return fused if layers == "fused" else apart
 
 
 def new_outs(load: AttentionLoad) -> list[torch.Tensor]:
@@ -130,7 +179,9 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 # -- ways ----------------------------------------------------------------------------------------
 
 
-def graphcap_way(load: AttentionLoad, schedule: str = "auto") -> AttentionWay:
+def graphcap_way(
+    load: AttentionLoad, schedule: str = "auto", projections: Projections | None = None
+) -> AttentionWay:
     """The one operation of the fused layers, by the tile that `schedule` chooses.
 
     Raises:
@@ -144,8 +195,8 @@ def graphcap_way(load: AttentionLoad, schedule: str = "auto") -> AttentionWay:
     choice = Schedule(schedule, weights, load.cache, kernels).choice(load.rows)
     if choice.plan.layers == "plain":
         raise UnavailableError(f"schedule {schedule!r} runs plain here: {choice.why}")
-    attend = planned(kernels, choice.plan).attend
-    outs = new_outs(load)
+    own = planned(kernels, choice.plan)
+    attend, outs = own.attend, new_outs(load)
 
     def arguments(layer: int) -> tuple[Any, ...]:
         return (
@@ -176,11 +227,16 @@ def graphcap_way(load: AttentionLoad, schedule: str = "auto") -> AttentionWay:
         outs,
         PagedStore(load, load.cache.keys, load.cache.values),
         {"plan": str(choice), "splits": scratch["partial"].shape[2] - 1},
+        None if projections is None else projections.planned(own, choice.plan.layers),
     )
 
 
 def sdpa_way(load: AttentionLoad) -> AttentionWay:
-    """torch's `scaled_dot_product_attention` over keys and values that lie in one piece."""
+    """torch's `scaled_dot_product_attention` over keys and values that lie in one piece.
+
+    Raises:
+        UnavailableError: this torch's knows no `enable_gqa`.
+    """
     outs = new_outs(load)
     query = load.expected(0).query.to(load.dtype)[:, :, None]
     pairs = [
@@ -192,4 +248,8 @@ def sdpa_way(load: AttentionLoad) -> AttentionWay:
         found = F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
         outs[layer] = found[:, :, 0]
 
+    try:
+        run(0)
+    except TypeError as error:
+        raise UnavailableError(f"torch {torch.__version__}: {error}") from error
     return AttentionWay("sdpa", False, run, outs, FlatStore(pairs))

@@ -8,6 +8,7 @@ if not (hasattr(torch.nn.functional, "rms_norm") and hasattr(torch, "_grouped_mm
 
 import attention
 import attention_load
+import attention_timing
 import attention_vllm
 import attention_ways
 import plain_torch
@@ -19,6 +20,7 @@ import speed_ways
 __all__ = [
     "attention",
     "attention_load",
+    "attention_timing",
     "attention_vllm",
     "attention_ways",
     "plain_torch",

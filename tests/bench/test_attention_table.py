@@ -16,6 +16,8 @@ NAME = "attention_seed-64_h200.json"
 
 def way(us: float, **facts: Any) -> dict[str, Any]:
     times = {"us": us, "low_us": us - 0.1, "high_us": us + 0.25, "tb_s": 4.19 / us}
+    added = {"added_us": us / 2, "added_low_us": us / 2 - 0.25, "added_high_us": us / 2 + 0.25}
+    times |= added | {"projection_us": 3.0}
     return {"off_by": 0.0021, "operations": 2.0, **facts, **times}
 
 
@@ -64,7 +66,7 @@ def result() -> dict[str, Any]:
 
 
 def cells(table: str, start: str) -> list[str]:
-    (line,) = (line for line in table.splitlines() if line.startswith(start))
+    line = next(line for line in table.splitlines() if line.startswith(start))
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
@@ -97,14 +99,32 @@ def test_every_column_is_there(result: dict[str, Any]) -> None:
     table = attention_table.attention_table(result, NAME)
     assert cells(table, "| 1 | 4,096 | **graphcap**, whole") == [
         *("1", "4,096", "**graphcap**, whole (65 splits)", "5.00", "4.90 to 5.25", "0.84"),
-        *("2", "2.1e-03"),
+        *("2.50", "2.25 to 2.75", "3.00", "2", "2.1e-03"),
     ]
-    assert cells(table, "| 1 | 4,096 | vLLM FlashAttention 3, whole")[6] == "6"
+    assert cells(table, "| 1 | 4,096 | vLLM FlashAttention 3, whole")[9] == "6"
     result["rows"][1]["ways"]["triton"]["operations"] = None
     table = attention_table.attention_table(result, NAME)
-    assert cells(table, "| 8 | 16,384 | vLLM Triton")[6] == "-"
-    for part in table.split("<details>"):
+    assert cells(table, "| 8 | 16,384 | vLLM Triton")[9] == "-"
+    chain, added, every = table.replace("<details>", "The same with").split("The same with")
+    for part in (chain, added, every):
         assert len({line.count("|") for line in part.splitlines() if "|" in line}) == 1
+
+
+def test_what_attention_adds_after_a_projection_has_a_table_of_its_own(
+    result: dict[str, Any],
+) -> None:
+    _, added = attention_table.attention_table(result, NAME).split("The same with")
+    head = cells(added, "| batch | context | MiB")
+    four = dict(zip(head, cells(added, "| 1 | 4,096 | 4.00"), strict=True))
+    assert four["**graphcap**, whole"] == "**2.50**"
+    assert four["vLLM FlashAttention 3, kernel alone"] == "3.75"
+    for row in result["rows"]:
+        for found in row["ways"].values():
+            for key in ("added_us", "added_low_us", "added_high_us", "projection_us"):
+                del found[key]
+    table = attention_table.attention_table(result, NAME)
+    assert "The same with" not in table
+    assert cells(table, "| 8 | 16,384 | torch SDPA")[6:9] == ["-", "-", "-"]
 
 
 def test_text_says_what_was_measured_and_how(result: dict[str, Any]) -> None:
@@ -119,7 +139,9 @@ def test_text_says_what_was_measured_and_how(result: dict[str, Any]) -> None:
         "off by at most 4.9e-03 of the reference's norm (allowed: 2e-02)",
     ):
         assert said in table
-    assert not {"Not available", "Wrong", "Left out"} & {line.split(":")[0] for line in table}
+    assert not {"Not available", "Wrong", "Left out"} & {
+        line.split(":")[0] for line in table.splitlines()
+    }
 
 
 def test_what_did_not_run_is_named(result: dict[str, Any]) -> None:

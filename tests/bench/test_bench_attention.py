@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
@@ -12,7 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from bench_modules import attention, attention_load, attention_vllm, attention_ways
+from bench_modules import (
+    attention,
+    attention_load,
+    attention_timing,
+    attention_vllm,
+    attention_ways,
+)
 from vllm_attention_standin import Standin
 
 from graphcap.decode.kernels import reference
@@ -88,25 +95,62 @@ def test_the_new_token_counts_at_every_length(context: int) -> None:
 def test_the_whole_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", minversion="3.0")
     vllm, out = Standin(monkeypatch), tmp_path / "new" / "attention.json"
-    cases = ["--batches", "2", "--contexts", "33", "--schedule", "fused"]
+    cases = ["--batches", "1", "--contexts", "33", "--schedule", "fused"]
     assert attention.main([*QUICK, *cases, "--commit", "abc", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
     assert (result["shape"], result["heads"], result["kv_heads"]) == ("tiny", 4, 2)
     assert (result["machine"]["vllm"], result["machine"]["commit"]) == ("0.26.0", "abc")
-    assert [(row["batch"], row["context"]) for row in result["rows"]] == [(2, 33)]
+    assert [(row["batch"], row["context"]) for row in result["rows"]] == [(1, 33)]
     assert (result["wrong"], result["unavailable"], result["left_out"]) == ([], {}, [])
     for row in result["rows"]:
         assert list(row["ways"]) == WAYS
         for way in row["ways"].values():
             assert 0 < way["off_by"] < 1e-5
             assert 0 < way["low_us"] <= way["us"] <= way["high_us"]
-        assert row["cache_mib"] * 2**20 == 2 * 2 * row["context"] * 2 * 32 * 4
+            added = [way[f"added_{which}us"] for which in ("low_", "", "high_")]
+            assert added == sorted(added)
+            assert way["projection_us"] > 0
+        assert row["cache_mib"] * 2**20 == 2 * row["context"] * 2 * 32 * 4
         assert row["ways"]["flash"]["version"] == 3
         assert row["ways"]["graphcap"]["plan"].startswith("fused")
     # As vLLM does: the schedule is for what the sequences have, the graph for what they may have.
     assert [call["longest"] for call in vllm.scheduled] == [33]
     assert {call["splits"] for call in (*vllm.scheduled, *vllm.attended)} == {32}
     assert {int(call["metadata"][0]) for call in vllm.attended} == {1}
+
+
+def test_each_way_is_timed_after_its_own_projection() -> None:
+    """What is taken off is what was measured with the same projection; layers differ in weights."""
+    run = attention.Run(attention.options_of([*QUICK, "--batches", "1"]))
+    replays: dict[str, float] = {
+        **{"a": 5.0, "a, after projection": 9.0, "projection, a": 6.0},
+        **{"b": 2.0, "b, after projection": 4.0, "projection, torch": 1.0},
+    }
+    times = {name: [[us, us + 1], [us, us + 1]] for name, us in replays.items()}
+    row: dict[str, Any] = {"ways": {"a": {}, "b": {}, "c": {}}}
+    times["c"] = [[1.0], [3.0]]
+    run.timings(row, load_of(), times, {"a": "a", "b": "torch"})
+    assert [way["us"] for way in row["ways"].values()] == [5.5, 2.5, 2.0]
+    assert [way.get("added_us") for way in row["ways"].values()] == [3.0, 3.0, None]
+    assert (row["ways"]["c"]["low_us"], row["ways"]["c"]["high_us"]) == (1.0, 3.0)
+    assert run.projections is not None
+    run.projections.for_rows(2)
+    outs = []
+    for layer in range(2):
+        run.projections.torch(layer)
+        outs.append(run.projections.out.clone())
+    torch.testing.assert_close(outs[1], run.projections.hidden @ run.projections.weights[1].T)
+    assert (outs[0] - outs[1]).norm() > 0.1 * outs[0].norm()
+
+
+def test_every_round_gives_every_way_its_turn() -> None:
+    clock, turns = attention_timing.ColdClock(CPU, 2), []
+    replays = {name: functools.partial(turns.append, name) for name in "abc"}
+    times = clock.times(replays, rounds=3, each=2)
+    assert {name: [len(turn) for turn in found] for name, found in times.items()} == {
+        name: [2, 2, 2] for name in "abc"
+    }
+    assert "".join(turns) == "ccaabb" + "aabbcc" + "bbccaa" + "ccaabb"
 
 
 def test_without_vllm_it_is_named_and_the_rest_is_timed(
