@@ -353,6 +353,26 @@ def test_what_the_cache_lacks_is_seen(missing: str, monkeypatch: pytest.MonkeyPa
     assert not run(way, load) <= 2 * attention_ways.TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.1, float("nan")])
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_a_way_that_attends_right_must_also_write_right(which: str, factor: float) -> None:
+    """graphcap's attends to the new token without reading it from the cache."""
+    load = load_of(2, 30)
+    outs = attention_ways.new_outs(load)
+    store = attention_ways.PagedStore(load, load.cache.keys, load.cache.values)
+
+    def run_layer(layer: int) -> None:
+        expected = load.expected(layer)
+        outs[layer].copy_(expected.out)
+        written = {"key": expected.key.float(), "value": expected.value.float()}
+        if layer == 1:
+            written[which][1] *= factor
+        store.put(layer, **written)
+
+    off = run(attention_ways.AttentionWay("own", True, run_layer, outs, store), load)
+    assert off < 1e-6 if factor == 1.0 else not off <= 0.09
+
+
 def test_the_standin_takes_what_the_script_gives() -> None:
     """The parameters that it has are those that vLLM's functions are called with, by name."""
     source = inspect.getsource(attention_vllm)
