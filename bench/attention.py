@@ -180,7 +180,7 @@ class Run:
             if not self.checked(way, load, row, replays):
                 continue
             if self.projections is not None:
-                before = way.projection or self.projections.torch
+                before = way.projection or self.projections.by_torch
                 projected[way.name] = "torch" if way.projection is None else way.name
                 base = f"projection, {projected[way.name]}"
                 if base not in replays:

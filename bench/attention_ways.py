@@ -121,7 +121,7 @@ class Projections:
         )
         self.out = self._normal(rows, self._width)
 
-    def torch(self, layer: int) -> None:
+    def by_torch(self, layer: int) -> None:
         torch.mm(self.hidden, self.weights[layer].t(), out=self.out)
 
     def planned(self, kernels: PlannedKernels, layers: str) -> Callable[[int], object]:

@@ -137,7 +137,7 @@ def test_each_way_is_timed_after_its_own_projection() -> None:
     run.projections.for_rows(2)
     outs = []
     for layer in range(2):
-        run.projections.torch(layer)
+        run.projections.by_torch(layer)
         outs.append(run.projections.out.clone())
     torch.testing.assert_close(outs[1], run.projections.hidden @ run.projections.weights[1].T)
     assert (outs[0] - outs[1]).norm() > 0.1 * outs[0].norm()
