@@ -12,12 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from attention_table import attention_table
 from overview import speed_overview, vllm_overview
 from speed_plot import plot
 from speed_table import speed_table
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("speed", "speed overview", "vllm", "vllm overview", "parity", "cpu")
+SECTIONS = ("speed", "speed overview", "attention", "vllm", "vllm overview", "parity", "cpu")
 """Each stands between ``<!-- measured NAME: begin -->`` and ``end``. The first word is the prefix of
 the result files."""
 
@@ -204,7 +205,12 @@ def measured(section: str, page: Path) -> str:
             speed_table(result, name, vllm_best(result["shape"]), _picture(name, page))
             for name, result in _found("speed")
         )
-    table = {"vllm": vllm_table, "parity": parity_table, "cpu": cpu_table}[section]
+    table = {
+        "attention": attention_table,
+        "vllm": vllm_table,
+        "parity": parity_table,
+        "cpu": cpu_table,
+    }[section]
     return "\n\n".join(table(result, name) for name, result in _found(section))
 
 
