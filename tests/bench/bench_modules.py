@@ -10,6 +10,7 @@ import plain_torch
 import speed
 import speed_bytes
 import speed_check
+import speed_many
 import speed_ways
 
-__all__ = ["plain_torch", "speed", "speed_bytes", "speed_check", "speed_ways"]
+__all__ = ["plain_torch", "speed", "speed_bytes", "speed_check", "speed_many", "speed_ways"]
