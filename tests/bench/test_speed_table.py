@@ -162,7 +162,12 @@ def test_text_says_what_was_checked(result):
             "costs the host 42 µs a call (one launch; median of 203 calls, least 11, 30 after idle) and",
         ),
         (
-            {"host_calls": 9, "host_us_least": 40.0, "host_us_after_idle": None, "host_waits": True},
+            {
+                "host_calls": 9,
+                "host_us_least": 40.0,
+                "host_us_after_idle": None,
+                "host_waits": True,
+            },
             "(one launch; median of 9 calls, least 40; with a queue of whole calls the host waits for",
         ),
     ],
