@@ -315,3 +315,18 @@ def test_many_tokens_by_one_call_are_the_same_tokens(capsys, at_once):
     assert "one by one" in many["notes"][0]
     assert many["replay"]["launches_per_token"] == 1  # the tape enqueues each step
     assert many["replay"]["allocations_per_token"] == 0
+
+
+@on_cpu
+@pytest.mark.parametrize("every", ["1", "5"])
+@pytest.mark.parametrize("at_once", ["1", "4"])
+def test_checks_of_every_nth_replay_are_not_counted_as_a_step(capsys, monkeypatch, every, at_once):
+    """`GRAPHCAP_VERIFY=1` holds each replay against eager; the figures are of one that is not."""
+    arguments = ("--tokens", "6", "--tokens-per-launch", at_once)
+    plain = decode(capsys, *arguments)
+    monkeypatch.setenv("GRAPHCAP_VERIFY", every)
+    checked = decode(capsys, *arguments)
+    for name in ("launches_per_token", "allocations_per_token"):
+        assert checked["replay"][name] == plain["replay"][name]
+    assert checked["replay"]["allocations_per_token"] == 0
+    assert checked["outputs_equal"] is True
