@@ -1,4 +1,4 @@
-"""What a check of GRAPHCAP_VERIFY=N runs twice for a host, and how often ranks vote; docs/tuning.md says so."""
+"""What a check of GRAPHCAP_VERIFY=N runs twice for a host, and how often ranks vote: see docs/tuning.md."""
 
 from __future__ import annotations
 
