@@ -102,8 +102,9 @@ class StaticInputs:
         """Host calls so far that copied a batch or a row count into the slots."""
         with torch.inference_mode(False):  # an inference tensor could be written only in that mode
             self._layout()
+            on_gpu = self.device.type == "cuda"
+            self._staging = Staging(self._arena, self._slots_in) if on_gpu else None
         self._rows_of = SlotRows(self._tensors)
-        self._staging = Staging(self._arena, self._slots_in) if self.device.type == "cuda" else None
 
     # -- what a step reads -----------------------------------------------------------------------
 

@@ -40,8 +40,8 @@ class Event:
         self.seen.append("recorded")
 
 
-@pytest.fixture
-def far(monkeypatch: pytest.MonkeyPatch) -> StaticInputs:
+@pytest.fixture(params=[False, True], ids=["", "made in inference mode"])
+def far(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> StaticInputs:
     """Slots to which every batch comes from another device, as from the host to a GPU."""
     Event.made = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -52,10 +52,15 @@ def far(monkeypatch: pytest.MonkeyPatch) -> StaticInputs:
         return zeros(*args, **options)
 
     monkeypatch.setattr(staging.torch, "zeros", unpinned)
-    inputs = StaticInputs(ROWS, SLOTS, "cpu")
-    inputs._staging = Staging(inputs.arena, inputs._slots_in)
-    inputs.device = torch.device("cuda:0")
-    return inputs
+
+    # As on a GPU, but for the slots themselves, which lie on the host.
+    class OnGpu(StaticInputs):
+        def _layout(self) -> None:
+            super()._layout()
+            self.device = torch.device("cuda:0")
+
+    with torch.inference_mode(request.param):
+        return OnGpu(ROWS, SLOTS, "cpu")
 
 
 def batch_of(rows: int, seed: int, names: Any = SLOTS) -> dict[str, torch.Tensor]:
