@@ -150,13 +150,12 @@ class CaptureManager(Serving):
             StateError: no recording serves this bucket, or the manager is in use.
             StaleRecordingError: something that was recorded has been rebound or moved.
         """
-        if not self.serves(size):
+        served = self._served.get(size)
+        recording = None if served is None else served.recording
+        if served is None or recording is None or self._state != "recorded":
             raise StateError(
                 f"bucket {size} has no recording that serves; ask serves() before replay()"
             )
-        served = self._served[size]
-        recording = served.recording
-        assert recording is not None
         assert self._fingerprint is not None
         due = eager is not None and self._due(served)
         served.check_outputs()
@@ -165,7 +164,8 @@ class CaptureManager(Serving):
         if self._many is not None:
             self._many.anew()
         if not due or eager is None:
-            self._serve(served, recording, rows)
+            recording.replay()
+            self._count(served, rows, 1)
             return recording.outputs
         instead = self._serve_checked(served, recording, rows, self._bound(size, eager))
         return recording.outputs if instead is None else instead

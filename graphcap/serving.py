@@ -277,12 +277,13 @@ class Serving(CaptureLife):
         self._prepare(count, batch)
         recording = served.recording
         assert recording is not None
-        if due:
+        if not due:
+            recording.replay()
+            self._count(served, count, 1)
+        else:
             outputs = self._serve_checked(served, recording, count, self._bound(served.size))
             if outputs is not None:
                 return MappingProxyType({name: t[:count] for name, t in outputs.items()})
-        else:
-            self._serve(served, recording, count)
         self._steady = (served, count) if settles else None
         views = served.views.get(count)
         if views is None or not views.intact():

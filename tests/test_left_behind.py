@@ -396,7 +396,7 @@ def test_a_phase_of_a_host_that_is_interrupted_anywhere_puts_everything_back() -
 def test_a_loop_that_cannot_be_had_for_any_reason_costs_no_bucket(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def repeated(self: Any, left: torch.Tensor, live: torch.Tensor) -> Loop:
+    def repeated(self: Any, left: torch.Tensor, live: torch.Tensor, begin: Any = None) -> Loop:
         raise error
 
     monkeypatch.setattr(TapeRecording, "repeated", repeated)
