@@ -421,7 +421,7 @@ def test_an_interrupt_while_a_loop_is_tried_closes_it(monkeypatch: pytest.Monkey
         def close(self) -> None:
             closed.append(1)
 
-    monkeypatch.setattr(TapeRecording, "repeated", lambda self, left, live: Trying())
+    monkeypatch.setattr(TapeRecording, "repeated", lambda *_: Trying())
     manager = manager_of(ring=Ring(3, {"y": ((WIDTH,), torch.float32)}))
     with pytest.raises(KeyboardInterrupt):
         manager.capture()
