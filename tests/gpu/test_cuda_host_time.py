@@ -6,7 +6,8 @@ from walks import batch_of, walker
 
 from graphcap import Settings
 from graphcap.decode.measure import host_times
-from graphcap.recorders.loop_probe import probe_loops
+from graphcap.recorders.loop import GraphLoop, LoopDriver
+from graphcap.recorders.loop_probe import kept_graph, probe_loops
 
 AT_ONCE = 32
 
@@ -66,3 +67,33 @@ def test_slots_made_in_inference_mode_take_batches_from_the_host(device):
         expected = (given["token"] * 5 + given["position"].int() * 3 + 7) % 31
         for batch in (given, wide, near):
             assert manager.run(batch)["token"].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("words", [1, 2, 31, 32, 33, 100])
+def test_a_loop_begins_by_copying_every_word(device, words):
+    if not probe_loops(device).works:
+        pytest.skip(f"no loops: {probe_loops(device).detail}")
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
+        value, live = torch.zeros(1, device=device), torch.ones(1, dtype=torch.bool, device=device)
+        around = torch.full((words + 2,), -5, dtype=torch.int64, device=device)
+        place = around[1:-1]
+        source = torch.randint(2**62, (words,), dtype=torch.int64, device=device)
+        source[-1] = 3
+        left = place[-1:].view(torch.int32)[:1]
+        value.add_(1).zero_()
+        stream.synchronize()
+        graph = kept_graph()
+        graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        value.add_(1)
+        graph.capture_end()
+        raw, handle = graph.raw_cuda_graph(), stream.cuda_stream
+        loop = GraphLoop(LoopDriver.loaded(), raw, left, live, lambda: handle, (place, source))
+        for launches in (1, 2):
+            loop.launch()
+            assert float(value) == 3 * launches
+            assert place[:-1].tolist() == source[:-1].tolist()
+            assert int(left) == 0
+            assert around[[0, -1]].tolist() == [-5, -5], "nothing beside it"
+        loop.close()
+        graph.reset()
