@@ -130,7 +130,7 @@ def _notes(result: Result) -> list[str]:
 
 
 def _host(many: Mapping[str, Any]) -> str:
-    """What else is known of the host's part; results of before 2026-12 hold a median of 5 calls alone."""
+    """What else is known of the host's part; older results hold a median of 5 calls alone."""
     if many.get("host_calls") is None:
         return ""
     found = f"; median of {many['host_calls']} calls, least {many['host_us_least']:.0f}"
