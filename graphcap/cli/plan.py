@@ -237,7 +237,7 @@ def _notes(
     notes = []
     if len(costs.ms) < 2:
         notes.append(
-            f"no time is known for two buckets or more in {costs.source}, so a bucket costs its rows; "
+            f"{costs.source} has the times of fewer than two buckets, so a bucket costs its rows; "
             f"a report of a capture with verification has times (--costs REPORT)"
         )
     if planned.above_max:
