@@ -95,6 +95,10 @@ class Run:
         self.options = options
         self.device = torch.device(options.device)
         self.cuda = self.device.type == "cuda"
+        if self.cuda and not torch.cuda.is_available():
+            raise SystemExit(
+                f"--device {self.device}: torch sees no CUDA device here; --device cpu tries the script"
+            )
         self.shape = preset(options.shape)
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         self.clock = ColdClock(self.device, options.layers)

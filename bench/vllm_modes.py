@@ -81,8 +81,10 @@ def machine(commit: str) -> dict[str, Any]:
 def _vllm_version() -> str:
     """Read and not imported, which takes as long as starting an engine."""
     found = find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
+    if found is None or found.origin is None:
+        raise SystemExit(
+            "vLLM is not installed here: expected a Python that can import it, found none"
+        )
     text = (Path(found.origin).parent / "_version.py").read_text()
     match = re.search(r"^__version__ = version = '([^']+)'", text, re.M)
     assert match is not None

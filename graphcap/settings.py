@@ -124,12 +124,16 @@ class Settings:
         }[name]
 
 
+_OF_THE_TESTS = "GRAPHCAP_TEST_CACHE"
+"""Where the tests keep the vLLMs that they install; see docs/development.md."""
+
+
 def misspelt(environ: Mapping[str, str]) -> list[str]:
     """A line for each name that starts with ``GRAPHCAP_`` and means nothing to graphcap."""
     known = [variable.name for variable in VARIABLES]
     lines = []
     for name in sorted(environ):
-        if name.startswith("GRAPHCAP_") and name not in known:
+        if name.startswith("GRAPHCAP_") and name not in (*known, _OF_THE_TESTS):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             lines.append(f"{name} is not a graphcap variable and has no effect{hint}")

@@ -91,7 +91,6 @@ def run(options: argparse.Namespace) -> int:
     from graphcap.decode.plan_files import cache_folder
     from graphcap.decode.plan_key import PlanKey
     from graphcap.moe.kernels import choose_backend
-    from graphcap.tuning.stand_in import measured_shape
     from graphcap.tuning.tunable import check_device, check_tunable
 
     settings = settings_with()
@@ -100,13 +99,12 @@ def run(options: argparse.Namespace) -> int:
     if not options.dry_run:
         check_device(device)
     layers, options.layers = options.layers, None
-    shape = chosen_shape(options)
+    whole, shape = _shapes(options)
     if layers and layers > shape.num_layers:
         raise SettingsError(
             f"--layers {layers}: the shape {shape.name} has {shape.num_layers} layers"
         )
     options.layers = min(layers or _LAYERS, shape.num_layers)
-    whole, shape = shape, measured_shape(shape, options.tensor_parallel)
     if shape != whole:
         options.checkpoint = None  # its weights are not of this shape: random ones are as fast
     short = shape.with_layers(options.layers)
@@ -144,6 +142,22 @@ def run(options: argparse.Namespace) -> int:
         file.write(Path(options.export))
     _print(options, file, path, found, compiled)
     return 0 if all(tuning.bucket for tuning in found) else 1
+
+
+def _shapes(options: argparse.Namespace) -> tuple[ModelShape, ModelShape]:
+    """The model's shape, and the one that is measured for it. A checkpoint must hold the weights only where
+    the two are the same."""
+    from graphcap.decode.checkpoint import checkpoint_shape
+    from graphcap.tuning.stand_in import measured_shape
+
+    ranks = options.tensor_parallel
+    if options.checkpoint:
+        whole = checkpoint_shape(Path(options.checkpoint))
+        measured = measured_shape(whole, ranks)
+        if measured != whole:
+            return whole, measured
+    whole = chosen_shape(options)
+    return whole, measured_shape(whole, ranks)
 
 
 def _check_writable(folder: Path, name: str) -> None:

@@ -163,6 +163,20 @@ def _check_tied(stored: Mapping[str, StoredTensor], embedding_name: str) -> None
         )
 
 
+def checkpoint_shape(folder: Path) -> ModelShape:
+    """What config.json in `folder` says; weights need not be there.
+
+    Raises:
+        CheckpointError: there is no such folder, or its config cannot be used.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: expected the folder of a checkpoint, found"
+            f" {'a file' if folder.exists() else 'nothing'}. Give the folder that holds config.json."
+        )
+    return ModelShape.from_config(read_json(folder / "config.json"), folder.resolve().name)
+
+
 def load_checkpoint(
     folder: str | Path,
     *,
@@ -191,12 +205,7 @@ def load_checkpoint(
         BackendError: this machine has no such device.
     """
     folder, target = Path(folder), as_device(device)
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder}: expected the folder of a checkpoint, found"
-            f" {'a file' if folder.exists() else 'nothing'}. Give the folder that holds config.json."
-        )
-    whole = ModelShape.from_config(read_json(folder / "config.json"), folder.resolve().name)
+    whole = checkpoint_shape(folder)
     shape = _first_layers(layers, whole)
     stored = catalogue(folder)
 

@@ -193,6 +193,46 @@ def test_weights_of_a_checkpoint_are_not_read_for_another_shape(
         "graphcap.cli.tune._weights", lambda options, *of: asked.append(options.checkpoint)
     )
     monkeypatch.setattr("graphcap.cli.tune.chosen_shape", lambda options: preset("seed-64"))
+    monkeypatch.setattr(
+        "graphcap.decode.checkpoint.checkpoint_shape", lambda folder: preset("seed-64")
+    )
     for words in ([], ["--tensor-parallel", "2"]):
         assert main(["tune", "--checkpoint", str(tmp_path), "--batches", "8", *words]) == 0
     assert asked == [str(tmp_path), None]
+
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 1000,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_config_is_enough_where_weights_are_random_anyway(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    words = ["tune", "--dry-run", "--batches", "1", "--json", "--checkpoint", str(tmp_path)]
+    assert main([*words, "--tensor-parallel", "2"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["shape"], result["layers"]) == (f"{tmp_path.name} (a rank of 2)", 4)
+    assert main(words) == 2  # its own weights are measured, and are not there
+    assert "expected" in capsys.readouterr().err
