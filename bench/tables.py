@@ -39,6 +39,11 @@ _OURS = ("graphcap", "no-plans", "tape", "tape-vllm")
 """The modes that are not vLLM's own."""
 
 
+def _backend(result: dict[str, Any]) -> str:
+    """The attention of every mode, where the file says it; of older ones the page does."""
+    return f", attention {result['backend']}" if "backend" in result else ""
+
+
 def vllm_table(result: dict[str, Any], name: str) -> str:
     """One row for each mode of vLLM, all measured in one run."""
     machine = result["machine"]
@@ -49,7 +54,8 @@ def vllm_table(result: dict[str, Any], name: str) -> str:
     found = result["modes"]
     lines = [
         f"Shape `{result['shape']}`, vLLM {machine['vllm']}, {cards} ({_driver(machine)}torch "
-        f"{machine['torch']}, Triton {machine['triton']}), commit `{machine['commit']}`, from "
+        f"{machine['torch']}, Triton {machine['triton']}{_backend(result)}), commit "
+        f"`{machine['commit']}`, from "
         f"`bench/results/{name}`. Milliseconds a step (tokens a second), medians of "
         "pairs (eager: one pair):",
         "",

@@ -26,6 +26,11 @@ def main() -> None:
     parser.add_argument("--modes", default="graphcap,decode-only,full,default,eager")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument(
+        "--backend",
+        default="TRITON_ATTN",
+        help="of attention, in every mode: TRITON_ATTN, FLASH_ATTN",
+    )
     parser.add_argument("--no-mixed", action="store_true")
     parser.add_argument("--seconds", type=float, default=560, help="start no mode after so long")
     parser.add_argument("--commit", default="unknown")
@@ -35,6 +40,7 @@ def main() -> None:
         "what": "vLLM's modes and graphcap, same weights, one run",
         "shape": f"seed-{options.layers}",
         "tp": options.tp,
+        "backend": options.backend,
         "machine": machine(options.commit),
         "modes": [],
     }
@@ -45,6 +51,7 @@ def main() -> None:
             break
         command = [sys.executable, str(HERE / "vllm_engine.py"), "--mode", mode]
         command += ["--layers", str(options.layers), "--tp", str(options.tp)]
+        command += ["--backend", options.backend]
         if mode == "eager":  # slow, and only a yardstick
             command += ["--batches", "1", "--pairs", "1", "--tokens", "32"]
         else:

@@ -54,6 +54,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             **SHAPE,
         },
     ),
+    "flash": ("qwen3_moe", {"num_hidden_layers": 4, **EXPERTS, **SHAPE, "head_dim": 128}),
     "dense": ("qwen3", {"num_hidden_layers": 4, "intermediate_size": 1024, **SHAPE}),
     "hybrid": ("qwen3_next", {**EXPERTS, "shared_expert_intermediate_size": 128, **SHAPE}),
 }
@@ -123,10 +124,16 @@ def _write_plans(folder: Path) -> None:
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 VLLMS = {"GRAPHCAP_KERNELS": "vllm"}
 TAPE = {"GRAPHCAP": "1", "GRAPHCAP_RECORDER": "tape"}
+FLASH = ("--backend", "FLASH_ATTN")
+"""vLLM's own choice on Hopper; its mixed batches are recorded whole."""
+
 RUNS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "moe reference": ("moe", ("--eager",), {}),
     "moe v1": ("moe", (), {"GRAPHCAP": "1"}),
     "moe v1, vLLM's kernels": ("moe", (), {"GRAPHCAP": "1", **VLLMS}),
+    "flash reference": ("flash", ("--eager", *FLASH), {}),
+    "flash v1": ("flash", FLASH, {"GRAPHCAP": "1"}),
+    "flash v1, vLLM's kernels": ("flash", FLASH, {"GRAPHCAP": "1", **VLLMS}),
     "tuned reference": ("tuned", ("--eager",), {}),
     "tuned v1": ("tuned", (), {"GRAPHCAP": "1"}),
     "tuned v1, without plans": ("tuned", (), {"GRAPHCAP": "1", "GRAPHCAP_SCHEDULE": "plain"}),
@@ -180,7 +187,16 @@ def results(
         return dict(zip(names, pool.map(run, names), strict=True))
 
 
+def _no_flash_attention() -> str | None:
+    """A vLLM that was unpacked without its large libraries has none."""
+    from vllm.vllm_flash_attn import flash_attn_interface as flash
+
+    return None if flash.FA3_AVAILABLE else f"no FlashAttention 3: {flash.FA3_UNAVAILABLE_REASON}"
+
+
 def of(results: dict[str, Any], name: str) -> dict[str, Any]:
+    if name.startswith("flash") and (why := _no_flash_attention()):
+        pytest.skip(why)
     found = results[name]
     assert "error" not in found, found["error"]
     return dict(found)
@@ -198,6 +214,7 @@ OTHER_KERNELS = [
     "moe v1 tape",
     "tuned v1",
     "tuned v1, without plans",
+    "flash v1",
     "hybrid v1",
 ]
 
