@@ -8,12 +8,13 @@ another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from graphcap.decode.first_run import first_run
 from graphcap.decode.kernels import FusedLayerKernels
 from graphcap.decode.layer_plan import LayerPlan, default_plan, planned_experts
 from graphcap.decode.plan_choice import PlanChoice, cached_plans, device_obstacle, nearest
@@ -21,6 +22,7 @@ from graphcap.decode.plan_files import PlanFile, cache_folder, read_plans, table
 from graphcap.decode.plan_key import ExpertSizes, differences, file_name_start
 from graphcap.errors import InputError
 from graphcap.moe.kernels import ExpertKernels, cuda_down
+from graphcap.pool import BufferPool
 
 MOST_ROWS = 64
 """Rows of the largest batch that the kernels of a plan were measured with."""
@@ -62,15 +64,41 @@ class ExpertPlans:
         if self._obstacle is None:
             self._found = list(self._measured(cache_folder(tune_cache)))
         self._made: dict[int, tuple[PlanChoice, ExpertKernels]] = {}
+        self._ran: set[int] = set()
 
     def choice(self, rows: int) -> PlanChoice:
-        """By which plan a batch of `rows` runs; the same at every call. Its layers are "plain" where it
-        runs on the kernels without a plan."""
+        """By which plan a batch of `rows` runs; the same at every call, but where it could not `run`. Its
+        layers are "plain" where it runs on the kernels without a plan."""
         return self._of(rows)[0]
 
     def kernels(self, rows: int) -> ExpertKernels:
         """The kernels of a batch of `rows`, whose rows must be contiguous, all of them."""
         return self._of(rows)[1]
+
+    def run(self, rows: int, pool: BufferPool, launch: Callable[[ExpertKernels], None]) -> None:
+        """`launch` the experts of a batch of `rows` on their kernels. Where the plan of so many rows cannot
+        run the first time, they run without one, then and later, which a WARNING tells.
+
+        Args:
+            pool: of the experts.
+            launch: reads nothing that it has written before it failed.
+        """
+        choice, kernels = self._of(rows)
+        if rows in self._ran or kernels is self._kernels:
+            launch(kernels)
+            return
+        failed = first_run(
+            pool,
+            lambda: launch(kernels),
+            lambda: launch(self._kernels),
+            "experts",
+            rows,
+            f"{choice.source} {choice.file}".strip(),
+        )
+        if failed is None:
+            self._ran.add(rows)
+        else:
+            self._made[rows] = choice.failed(failed), self._kernels
 
     def _of(self, rows: int) -> tuple[PlanChoice, ExpertKernels]:
         if rows not in self._made:

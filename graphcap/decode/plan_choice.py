@@ -25,8 +25,8 @@ class PlanChoice:
     """How the layers of a bucket run.
 
     Attributes:
-        source: "asked for", "cache" (tuned on this machine), "table" (packaged), "default" (by rule) or
-            "not supported".
+        source: "asked for", "cache" (tuned on this machine), "table" (packaged), "default" (by rule),
+            "not supported", or "failed" (of a plan from one of these, which could not run).
         why: what the source says.
         experts: how the routed experts of a plain bucket run, where they have a plan of their own (see
             `ExpertPlans`).
@@ -41,6 +41,11 @@ class PlanChoice:
     experts: PlanChoice | None = None
     file: str = ""
     lacks: str = ""
+
+    def failed(self, why: str) -> PlanChoice:
+        """What is left of it where its plan cannot run."""
+        told = f"{self.source} plan ({self.why}): {why}"
+        return PlanChoice(self.rows, LayerPlan("plain"), "failed", told, file=self.file)
 
     def __str__(self) -> str:
         own = f"{self.plan.layers} ({self.source}: {self.why})"

@@ -11,6 +11,9 @@ from graphcap.errors import InputError
 _TOO_LARGE = 2**31
 """What kernels are told in 32 bits is below it."""
 
+_POWERS = ("n", "k", "depth", "tokens", "warps", "rows")
+"""Fields of tiles that are sizes of Triton's tensors, or warps: it takes powers of 2."""
+
 
 def plan_to_json(plan: LayerPlan) -> dict[str, Any]:
     """Plain values; what is as it is by default is left out."""
@@ -77,9 +80,11 @@ def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
     kind = fields.pop("tile")
     if kind not in kinds:
         raise TypeError(f"a tile of {kernel} is one of {', '.join(kinds)}, found {kind!r}")
-    tile = kinds[kind](**fields)
+    tile, in_triton = kinds[kind](**fields), kind not in ("CudaRows", "CudaDown")
     for name, value in tile._asdict().items():
         least = 0 if name in tile._field_defaults else 1  # a switch is an int as well
         if not isinstance(value, int) or not least <= value < _TOO_LARGE:
             raise TypeError(f"{name} of a tile is a count, found {repr(value)[:40]}")
+        if in_triton and name in _POWERS and (isinstance(value, bool) or value & (value - 1)):
+            raise TypeError(f"{name} of a tile of {kernel} is a power of 2, found {value!r}")
     return tile

@@ -163,6 +163,9 @@ class Reporter:
             )
 
 
+_BY = {"default": "by rule", "failed": "without a plan, theirs failed (see the WARNING),"}
+
+
 def lines_of_plans(experts: PooledExperts) -> list[str]:
     """Where the plans of the experts come from, and what of them cannot be had here."""
     by_source: dict[str, list[str]] = {}
@@ -170,7 +173,7 @@ def lines_of_plans(experts: PooledExperts) -> list[str]:
     for rows, choice in sorted(experts.plans.items()):
         if choice.source == "not supported":
             continue
-        what = "by rule" if choice.source == "default" else f"by {choice.source} {choice.file}"
+        what = _BY.get(choice.source, f"by {choice.source} {choice.file}")
         by_source.setdefault(what, []).append(str(rows))
         if choice.lacks:
             lacking.append(f"experts at batch {rows}: {choice.lacks}")

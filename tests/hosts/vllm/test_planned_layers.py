@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,15 +15,19 @@ pytest.importorskip("triton", minversion="3.0")
 
 from graphcap.cuda import source
 from graphcap.decode import expert_plans
+from graphcap.decode.kernels import decode_kernels
 from graphcap.decode.layer_plan import LayerPlan
 from graphcap.decode.plan_choice import PlanChoice
 from graphcap.decode.plan_files import PlanFile, TunedBucket
 from graphcap.decode.plan_key import DIMENSIONS, PlanKey, kernels_digest, versions_here
 from graphcap.errors import BackendError
+from graphcap.hosts.vllm import experts as vllm_experts
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.experts import PooledExperts
 from graphcap.hosts.vllm.reporting import Reporter, lines_of_plans
+from graphcap.moe.kernels import Backend
 from graphcap.moe.kernels.triton_gemm import Tile
+from graphcap.operations import Operation
 from graphcap.pool import BufferPool
 from graphcap.settings import Settings
 
@@ -145,6 +150,58 @@ def test_plain_means_without_plans(tuned: Path, ran: list[str]) -> None:
     assert ran[0] == "triton: router_gemm"
     assert experts.plans[4].source == "not supported"
     assert lines_of_plans(experts) == []
+
+
+def test_a_plan_that_cannot_run_costs_neither_the_engine_nor_the_bucket(
+    tuned: Path,
+    ran: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its tiles are legal, and want more shared memory than there is."""
+    kernels = decode_kernels(Backend("triton", "tests"))
+    assert kernels.fused is not None
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("out of resource: shared memory")
+
+    fused = replace(kernels.fused, gated_gemm=Operation("fused_moe w1", "too large", refuse))
+    monkeypatch.setattr(
+        vllm_experts, "decode_kernels", lambda backend: replace(kernels, fused=fused)
+    )
+    experts = pooled(tuned)
+    for _ in range(2):
+        run_layer(experts)
+    assert ran.count("too large") == 1
+    assert ran[-1] == "triton: merge"
+    assert experts.plans[4].source == "failed"
+    assert caplog.text.count("experts of 4 rows run without a plan") == 1
+    assert str(next(tuned.iterdir())) in caplog.text
+    assert lines_of_plans(experts) == [
+        "experts without a plan, theirs failed (see the WARNING), at batch 4"
+    ]
+    experts.pool.freeze()
+    run_layer(experts)
+
+
+def test_kernels_of_plans_that_cannot_be_imported_leave_the_experts_without(
+    tuned: Path,
+    ran: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As with a Triton that has what experts need, and not what attention does."""
+
+    def broken(backend: Backend) -> None:
+        raise AttributeError("module 'triton.language' has no attribute 'gather'")
+
+    monkeypatch.setattr(vllm_experts, "decode_kernels", broken)
+    experts = pooled(tuned)
+    run_layer(experts)
+    assert ran[0] == "triton: router_gemm"
+    assert experts.plans[4].source == "not supported"
+    assert caplog.text.count("experts run without plans: AttributeError") == 1
+    assert "graphcap explain plan-failed" in caplog.text
 
 
 def test_rows_with_gaps_run_without_a_plan(tuned: Path, ran: list[str]) -> None:
