@@ -17,10 +17,15 @@ import torch
 from graphcap.decode.first_run import first_run
 from graphcap.decode.kernels import FusedLayerKernels
 from graphcap.decode.layer_plan import LayerPlan, default_plan, planned_experts
-from graphcap.decode.plan_choice import PlanChoice, cached_plans, device_obstacle, nearest
-from graphcap.decode.plan_files import PlanFile, cache_folder, read_plans, tables
+from graphcap.decode.plan_choice import (
+    PlanChoice,
+    cached_plans,
+    device_obstacle,
+    files_of_plans,
+    nearest,
+)
+from graphcap.decode.plan_files import PlanFile, cache_folder, tables
 from graphcap.decode.plan_key import ExpertSizes, differences, file_name_start
-from graphcap.errors import InputError
 from graphcap.moe.kernels import ExpertKernels, cuda_down
 from graphcap.pool import BufferPool
 
@@ -170,21 +175,16 @@ class ExpertPlans:
         """(source, what to call it, plans) for experts of these sizes, the cache before the tables."""
         device = torch.cuda.get_device_name(self._device)
         dtype = str(self._dtype).removeprefix("torch.")
-        for path in sorted(folder.glob(f"{file_name_start(device, dtype)}*.json")):
-            if self._for_others(path, device, dtype):
-                continue
-            file = cached_plans(path, lambda file: "")
+
+        def for_these(file: PlanFile) -> bool:
+            key = file.key
+            return (key.device, key.dtype, key.experts) == (device, dtype, self._sizes)
+
+        for path in files_of_plans(folder, file_name_start(device, dtype)):
+            file = cached_plans(path, lambda file: "", for_these)
             if file is not None:
                 yield "cache", str(path), file
         for name, table in tables():
-            key = table.key
-            if (key.device, key.dtype, key.experts) == (device, dtype, self._sizes):
+            if for_these(table):
                 other = "; ".join(differences(table.machine, table.kernels))
                 yield "table", f"{name}{f' (made with {other})' if other else ''}", table
-
-    def _for_others(self, path: Path, device: str, dtype: str) -> bool:
-        try:
-            key = read_plans(path).key
-        except InputError:
-            return False  # nobody knows: it is told of
-        return (key.device, key.dtype, key.experts) != (device, dtype, self._sizes)
