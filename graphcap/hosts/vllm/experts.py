@@ -40,6 +40,7 @@ class _ThreadState(threading.local):
 
 
 _state = _ThreadState()
+_told: set[str] = set()
 
 
 class PooledExperts:
@@ -179,13 +180,10 @@ class PlansOfLayers:
             Exception
         ) as error:  # kernels of whole layers use more of Triton than those of experts
             self._wanted = False
-            warn(
-                logger,
-                "plan-failed",
-                "experts run without plans: %s: %s",
-                type(error).__name__,
-                error,
-            )
+            why = f"{type(error).__name__}: {error}"
+            if why not in _told:
+                _told.add(why)
+                warn(logger, "plan-failed", "experts run without plans: %s", why)
             return None
 
 
