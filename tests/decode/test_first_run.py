@@ -15,9 +15,11 @@ from plan_samples import H200, pretend
 pytest.importorskip("triton", minversion="3.0")
 
 from graphcap.decode import expert_plans, first_run, plan_choice, schedule
+from graphcap.decode.delta_shape import DeltaShape
 from graphcap.decode.expert_plans import ExpertPlans
 from graphcap.decode.kernels import DecodeKernels, decode_kernels
 from graphcap.decode.layer_plan import LayerPlan
+from graphcap.decode.model_shape import ModelShape
 from graphcap.decode.plan_key import ExpertSizes
 from graphcap.decode.random_weights import random_weights
 from graphcap.decode.step import DecodeStep
@@ -200,14 +202,18 @@ def test_an_attempt_that_fails_leaves_the_pool_as_it_was() -> None:
         pool.release("lost", "more", "kept")
 
 
-def logits_of(kernels: DecodeKernels, name: str, **how: Any) -> tuple[Any, DecodeStep]:
+def logits_of(
+    kernels: DecodeKernels, name: str, shape: ModelShape = SHAPE
+) -> tuple[list[torch.Tensor], DecodeStep]:
     """Two tokens of 4 rows."""
-    weights = random_weights(SHAPE, device="cpu", dtype=torch.float32, seed=5)
+    weights = random_weights(shape, device="cpu", dtype=torch.float32, seed=5)
     cache = make_cache(weights, kernels=TRITON)
     cache.fill_random(1)
-    step = DecodeStep(weights, cache, kernels, BufferPool("cpu"), schedule=name, **how)
+    step = DecodeStep(weights, cache, kernels, BufferPool("cpu"), schedule=name)
     tables = torch.stack([cache.allocate(24) for _ in range(4)])
     batch = batch_at(tables, [3] * 4, list(range(5, 9)))
+    if shape.is_hybrid:
+        batch["state_slots"] = torch.arange(1, 5)
     return [step(batch)["logits"].clone() for _ in range(2)], step
 
 
@@ -231,6 +237,35 @@ def test_a_plan_that_was_asked_for_is_not_left_in_silence() -> None:
     failing = Failing(TRITON.fused.attend, OutOfResources("registers"))
     with pytest.raises(OutOfResources, match="registers"):
         logits_of(fused_with(attend=failing.operation), "fused")
+
+
+HYBRID = replace(
+    SHAPE,
+    model_type="qwen3_next",
+    num_layers=3,
+    mlp_only_layers=(),
+    attention_bias=False,
+    linear_layers=(0, 1),
+    delta=DeltaShape(num_key_heads=2, num_value_heads=2, key_dim=6, value_dim=6, conv_width=4),
+    rotary_dim=4,
+    shared_intermediate_size=20,
+)
+
+
+def test_the_states_of_a_hybrid_advance_once_where_the_plan_of_its_experts_cannot_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The state of the first layer has advanced by then."""
+    failing = Failing(TRITON.fused.gated_gemm, OutOfResources("shared memory"))
+    found, step = logits_of(fused_with(gated_gemm=failing.operation), "auto", shape=HYBRID)
+    expected, _ = logits_of(TRITON, "plain", shape=HYBRID)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+    assert failing.calls == 1
+    experts = step.bucket_choice(4).experts
+    assert experts is not None
+    assert (experts.source, experts.plan) == ("failed", LayerPlan("plain"))
+    assert caplog.text.count("experts of 4 rows run without a plan") == 1
 
 
 def test_a_failure_is_told_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
