@@ -1,4 +1,4 @@
-"""The README's table of bench/attention.py's result."""
+"""The table of bench/attention.py's result in docs/measurements.md."""
 
 from __future__ import annotations
 

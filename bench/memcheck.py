@@ -9,6 +9,7 @@ invalid access, 2 where that could not be told. Logs are kept.
 
 Left out are reports of failed API calls (--report-api-errors no): cuda-bindings asks the driver for
 functions that an older one does not have, each of which would be reported and none of which is an access.
+The first line of a log says which shape, how many layers and replays, and which commit it is of.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from graphcap import __version__
 
 SOAK = Path(__file__).with_name("soak.py")
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?")
@@ -70,8 +73,12 @@ def kinds_in(log: str) -> dict[str, int]:
     return kinds
 
 
-def check(sanitizer: str, way: Way, logs: Path, loop: Sequence[str]) -> int:
-    """Run the loop one way. Returns the exit code that it stands for."""
+def check(sanitizer: str, way: Way, logs: Path, loop: Sequence[str], of: str) -> int:
+    """Run the loop one way. Returns the exit code that it stands for.
+
+    Args:
+        of: what was run, for people: the first line of the log.
+    """
     log, output = logs / f"{way.name}.log", logs / f"{way.name}.out"
     log.unlink(missing_ok=True)
     command = [
@@ -88,6 +95,8 @@ def check(sanitizer: str, way: Way, logs: Path, loop: Sequence[str]) -> int:
             command, stdout=stream, stderr=subprocess.STDOUT, env=environment, check=False
         ).returncode
     text = log.read_text(errors="replace") if log.exists() else ""
+    if text:
+        log.write_text(f"{of}, {way.name}\n{text}")
     errors = errors_in(text)
     if errors is None:
         print(f"{way.name}: no summary in {log}, exit code {ended}; see {output}")
@@ -109,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="tiny")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--only", choices=[way.name for way in WAYS])
+    parser.add_argument("--commit", default="unknown", help="of the sources, noted in the logs")
     options = parser.parse_args(arguments)
     sanitizer = find_sanitizer()
     if sanitizer is None:
@@ -123,8 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     loop = ["--replays", str(options.replays), "--legs", "2", "--sample", "0.02"]
     loop += ["--growth", "tell"]
     loop += ["--shape", options.shape, "--layers", str(options.layers)]
+    of = (
+        f"shape {options.shape}, {options.layers} layers, {options.replays} replays, graphcap "
+        f"{__version__}, commit {options.commit}"
+    )
     codes = [
-        check(sanitizer, way, options.logs, loop)
+        check(sanitizer, way, options.logs, loop, of)
         for way in WAYS
         if options.only in (None, way.name)
     ]

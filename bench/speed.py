@@ -26,6 +26,7 @@ from machine import machine
 from plain_torch import EXPERTS, PlainStep
 from speed_bytes import bytes_read, routing_of_steps
 from speed_check import check_tokens
+from speed_many import NEVER, many_times
 from speed_ways import (
     HEADROOM,
     Load,
@@ -51,6 +52,9 @@ from graphcap.settings import Settings
 
 AT_ONCE = 32
 """Tokens of one call of `run_many`."""
+
+HOST_BURSTS = 30
+"""Bursts of 8 in which the host's part of graphcap's step is timed, 7 calls of each; others 5."""
 
 COUNTING = 40
 """Seconds that compiling leaves for the counts after it."""
@@ -165,6 +169,7 @@ class Run:
             ladder=BucketLadder(batches),
             settings=Settings(recorder="cuda" if self.cuda else "tape"),
             tokens_per_launch=at_once,
+            eos=() if at_once == 1 else (NEVER,),
             schedule=schedule,
         )
         decoder.cache.fill_random(1)  # also what verification attends to
@@ -246,12 +251,12 @@ class Run:
 
     def columns(self, way: Way, times: Sequence[float], row: Row) -> Row:
         ms = statistics.median(times)
-        queued = idle = None
+        host = None
         if self.cuda:
-            way.start()
-            slow = way.timed < 5
-            host = host_times(way.step, self.device, 2 if slow else 5, 4 if slow else 8)
-            queued, idle = host.queued, host.idle
+            bursts, queue = (2, 4) if way.timed < 5 else (5, 8)
+            if way.name.startswith("graphcap"):
+                bursts = HOST_BURSTS
+            host = host_times(way.step, self.device, bursts, queue, before=way.start)
         return {
             "ms": ms,
             "low_ms": min(times),
@@ -260,8 +265,10 @@ class Run:
             "tokens_per_s": row["batch"] / ms * 1e3,
             "tb_s": row["read"]["weights"] / ms / 1e9 + row["read"]["cache"] / ms / 1e9,
             "of_floor": row["floor_ms"] / ms,
-            "host_us": queued,
-            "host_us_after_idle": idle,
+            "host_us": None if host is None else host.queued,
+            "host_us_least": None if host is None else host.least,
+            "host_us_after_idle": None if host is None else host.idle,
+            "host_calls": None if host is None else host.calls,
             "operations": None,
             "launches": None,
             "allocations": None,
@@ -269,33 +276,18 @@ class Run:
         }
 
     def many(self, rows: int) -> None:
-        """`run_many(32)`: host time of a call while the device still has the one before to do."""
+        """Several tokens by one call: see `many_times`."""
         schedule = self.schedules[0]
         decoder = self.decoder(schedule, [rows], self.context, AT_ONCE)
         load = Load(decoder.cache, self.weights.shape.vocab_size, rows, self.context)
         manager = decoder.manager
-        host, device = [], []
-        for _ in range(6):
-            manager.run(load.batch)
-            manager.run_many(AT_ONCE)
-            began = time.perf_counter()
-            manager.run_many(AT_ONCE)
-            host.append((time.perf_counter() - began) * 1e6)
-            way = Way(
-                "many",
-                lambda: manager.run(load.batch),
-                lambda: manager.run_many(AT_ONCE),
-                1,
-            )
-            device += in_turn([way], self.device, 1)["many"]
         found = {
             "batch": rows,
             "tokens": AT_ONCE,
             "schedule": schedule,
             "loop": manager.loops(rows),
             "notes": list(manager.report.notes),
-            "host_us_per_call": statistics.median(host[1:]),
-            "ms": statistics.median(device[1:]) / AT_ONCE,
+            **many_times(manager, load.batch, AT_ONCE, self.device),
         }
         self.result["many"].append(found)
         self.say(f"run_many: {found}")

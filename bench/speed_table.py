@@ -116,7 +116,7 @@ def _notes(result: Result) -> list[str]:
         how = "one launch" if many["loop"] else "replays enqueued one by one"
         lines.append(
             f"`run_many({many['tokens']})` at batch {many['batch']} costs the host "
-            f"{many['host_us_per_call']:.0f} µs a call ({how}) and {many['ms']:.2f} ms a step."
+            f"{many['host_us_per_call']:.0f} µs a call ({how}{_host(many)}) and {many['ms']:.2f} ms a step."
         )
     compiled = [
         row["ways"]["torch.compile"] for row in result["rows"] if "torch.compile" in row["ways"]
@@ -132,6 +132,18 @@ def _notes(result: Result) -> list[str]:
         # What a message says after the finding is what to do about it.
         lines.append("Left out: " + "; ".join(x.split(";")[0] for x in result["left_out"]) + ".")
     return [part for line in lines for part in (line, "")][:-1]
+
+
+def _host(many: Mapping[str, Any]) -> str:
+    """What else is known of the host's part; older results hold a median of 5 calls alone."""
+    if many.get("host_calls") is None:
+        return ""
+    found = f"; median of {many['host_calls']} calls, least {many['host_us_least']:.0f}"
+    if many.get("host_us_after_idle") is not None:
+        found += f", {many['host_us_after_idle']:.0f} after idle"
+    if many.get("host_waits"):
+        found += "; with a queue of whole calls the host waits for the device"
+    return found
 
 
 def _details(result: Result, ways: list[str]) -> list[str]:

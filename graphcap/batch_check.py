@@ -10,6 +10,8 @@ from graphcap.buckets import is_count
 from graphcap.errors import InputError
 from graphcap.slots import Slot
 
+_CPU = torch.device("cpu")
+
 
 def rows_of(
     batch: Mapping[str, torch.Tensor],
@@ -57,7 +59,7 @@ def rows_of(
                 f"slot {name!r}: expected dtype {slot.dtype}, found {tensor.dtype}; convert it "
                 f"with .to({slot.dtype}), graphcap does not cast in silence"
             )
-        if tensor.device not in (device, torch.device("cpu")):
+        if tensor.device not in (device, _CPU):
             raise InputError(
                 f"slot {name!r}: expected a tensor on {device} or the CPU, found one on "
                 f"{tensor.device}; move it with .to({str(device)!r})"

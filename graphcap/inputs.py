@@ -21,7 +21,7 @@ from graphcap.buckets import is_count
 from graphcap.errors import InputError
 from graphcap.operations import operation
 from graphcap.slots import PadPolicy, Slot, check_pad
-from graphcap.staging import SLOT_ALIGNMENT, Staging
+from graphcap.staging import SLOT_ALIGNMENT, SlotRows, Staging, as_bytes
 from graphcap.undo import surely
 
 __all__ = ["NUM_ROWS", "PadPolicy", "Slot", "StaticInputs"]
@@ -102,7 +102,9 @@ class StaticInputs:
         """Host calls so far that copied a batch or a row count into the slots."""
         with torch.inference_mode(False):  # an inference tensor could be written only in that mode
             self._layout()
-        self._staging = Staging(self._arena) if self.device.type == "cuda" else None
+            on_gpu = self.device.type == "cuda"
+            self._staging = Staging(self._arena, self._slots_in) if on_gpu else None
+        self._rows_of = SlotRows(self._tensors)
 
     # -- what a step reads -----------------------------------------------------------------------
 
@@ -151,24 +153,27 @@ class StaticInputs:
         if batch:
             near: list[tuple[torch.Tensor, torch.Tensor]] = []
             far: dict[str, torch.Tensor] = {}
-            arena = self._arena.untyped_storage().data_ptr()
+            arena = self._arena.data_ptr()
             for name, given in batch.items():
-                tensor = given.resolve_conj().resolve_neg()
-                target = self._tensors[name][:rows]
-                if tensor.device != self.device:
-                    far[name] = tensor
-                elif tensor.data_ptr() != target.data_ptr() or not tensor.is_contiguous():
-                    if tensor.untyped_storage().data_ptr() == arena:
-                        # Rows of slots, moved within the slots: read all before any is written.
-                        tensor = tensor.clone(memory_format=torch.contiguous_format)
-                    near.append(
-                        (_as_bytes(target), _as_bytes(tensor))
-                        if tensor.is_contiguous()
-                        else (target, tensor)
-                    )
+                if given.device != self.device:
+                    far[name] = given
+                    continue
+                tensor = given
+                if tensor.is_conj() or tensor.is_neg():
+                    tensor = tensor.resolve_conj().resolve_neg()
+                address, target, target_bytes = self._rows_of.of(name, rows)
+                start = tensor.data_ptr()
+                if start == address and tensor.is_contiguous():
+                    continue  # it is there already
+                if arena <= start < arena + self._arena.nbytes:
+                    # Rows of slots, moved within the slots: read all before any is written.
+                    tensor = tensor.clone(memory_format=torch.contiguous_format)
+                near.append(
+                    (target_bytes, as_bytes(tensor)) if tensor.is_contiguous() else (target, tensor)
+                )
             if near:
                 if resized and not far:
-                    near.append((_as_bytes(self._num_rows), _as_bytes(self._count_of(rows))))
+                    near.append((as_bytes(self._num_rows), as_bytes(self._count_of(rows))))
                     resized = False
                 self._copy_near(near)
             if far:
@@ -177,12 +182,10 @@ class StaticInputs:
                 if resized:
                     spans.insert(0, self._header)
                     resized = False
-                staged = self._staging.begin()
-                self._header_of(staged).fill_(rows)
+                image = self._staging.begin()
+                image.header.fill_(rows)
                 for name, tensor in far.items():
-                    start, _ = self._spans[name]
-                    flat = _as_bytes(tensor.contiguous()).reshape(-1)
-                    staged[start : start + flat.numel()].copy_(flat)
+                    image.put(name, tensor)
                 self.launches += self._staging.send(spans)
         if resized:
             self._num_rows.copy_(self._count_of(rows))
@@ -270,29 +273,28 @@ class StaticInputs:
         self._arena = torch.zeros(offset, dtype=torch.uint8, device=self.device)
         pads = torch.zeros(offset, dtype=torch.uint8, device="cpu")
         rows = torch.full((offset // word,), -1, dtype=torch.int32, device="cpu")
-        self._tensors: dict[str, torch.Tensor] = {}
         for name, slot in self.slots.items():
             start, end = self._spans[name]
-            shape = (self.max_batch, *slot.row_shape)
             # Copied: fill_ knows no float8 before torch 2.2.
             pad = torch.tensor(slot.pad.value, dtype=slot.dtype, device="cpu")
             pads[start:end].view(slot.dtype).copy_(pad)
             rows[start // word : end // word].view(self.max_batch, -1).copy_(
                 torch.arange(self.max_batch, dtype=torch.int32, device="cpu")[:, None]
             )
-            self._tensors[name] = self._arena[start:end].view(slot.dtype).view(shape)
+        self._tensors = self._slots_in(self._arena)
         self._words = self._arena.view(_WORDS[word])
         self._pad_words = pads.to(self.device).view(_WORDS[word])
         self._row_of_word = rows.to(self.device)
         self._is_pad = torch.zeros(rows.shape, dtype=torch.bool, device=self.device)
-        self._num_rows = self._header_of(self._arena)
+        self._num_rows = self._arena[: self._header[1]].view(torch.int32)
         self._counts = torch.arange(self.max_batch + 1, dtype=torch.int32, device=self.device)
         self.restore_pads()
 
-    def _header_of(self, arena: torch.Tensor) -> torch.Tensor:
-        return arena[: self._header[1]].view(torch.int32)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as bytes, so that slots of different dtypes share one multi-tensor copy."""
-    return tensor.view(-1).view(torch.uint8)
+    def _slots_in(self, arena: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Name -> (max_batch, *row_shape), of an arena or of an image of it."""
+        return {
+            name: arena[start:end]
+            .view(self.slots[name].dtype)
+            .view(self.max_batch, *self.slots[name].row_shape)
+            for name, (start, end) in self._spans.items()
+        }

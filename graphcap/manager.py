@@ -13,7 +13,7 @@ import torch
 
 from graphcap.errors import StateError
 from graphcap.life import Progress, Step
-from graphcap.operations import current_observer
+from graphcap.one_caller import alone
 from graphcap.recorders.base import BoundStep, Recording
 from graphcap.report import BucketStats, CaptureReport, ManagerStats
 from graphcap.ring import Many
@@ -52,6 +52,7 @@ class CaptureManager(Serving):
 
     # -- run -------------------------------------------------------------------------------------
 
+    @alone
     def run(
         self,
         batch: Mapping[str, torch.Tensor] | None = None,
@@ -78,18 +79,14 @@ class CaptureManager(Serving):
             VerificationError: ``GRAPHCAP_VERIFY=N`` found a difference and ``GRAPHCAP_STRICT=1``.
                 Otherwise the outputs are the eager step's, and the bucket is given up with a WARNING.
         """
-        if current_observer() is not None or not self._lock.acquire(blocking=False):
-            raise self._busy("run()")
-        try:
-            steady = self._steady
-            if steady is not None and batch is None and rows is None and agreed_batch is None:
-                served, count = steady
-                if count == self.inputs.rows:
-                    return self._replay(served, count)
-            return self._run(checked_batch(batch), rows, agreed_batch)
-        finally:
-            self._lock.release()
+        steady = self._steady
+        if steady is not None and batch is None and rows is None and agreed_batch is None:
+            served, count = steady
+            if count == self.inputs.rows:
+                return self._replay(served, count)
+        return self._run(checked_batch(batch), rows, agreed_batch)
 
+    @alone
     def run_many(
         self,
         steps: int,
@@ -121,12 +118,12 @@ class CaptureManager(Serving):
             InputError: more steps than the ring holds; and as `run`. Nothing was launched.
             StaleRecordingError, FallbackError: as `run`; looked at once a call.
         """
-        if current_observer() is not None or not self._lock.acquire(blocking=False):
-            raise self._busy("run_many()")
-        try:
-            return self._run_many(steps, checked_batch(batch), rows)
-        finally:
-            self._lock.release()
+        steady = self._steady
+        if steady is not None and batch is None and rows is None:
+            served, count = steady
+            if count == self.inputs.rows:
+                return self._run_many_on(steps, served, count)
+        return self._run_many(steps, checked_batch(batch), rows)
 
     # -- for hosts -------------------------------------------------------------------------------
 
@@ -134,6 +131,7 @@ class CaptureManager(Serving):
         """Whether bucket `size` has a recording that serves."""
         return self._state == "recorded" and size in self._captured.recordings
 
+    @alone
     def replay(
         self, size: int, rows: int, eager: BoundStep | None = None
     ) -> Mapping[str, torch.Tensor]:
@@ -152,30 +150,25 @@ class CaptureManager(Serving):
             StateError: no recording serves this bucket, or the manager is in use.
             StaleRecordingError: something that was recorded has been rebound or moved.
         """
-        if current_observer() is not None or not self._lock.acquire(blocking=False):
-            raise self._busy("replay()")
-        try:
-            if not self.serves(size):
-                raise StateError(
-                    f"bucket {size} has no recording that serves; ask serves() before replay()"
-                )
-            served = self._served[size]
-            recording = served.recording
-            assert recording is not None
-            assert self._fingerprint is not None
-            due = eager is not None and self._due(served)
-            served.check_outputs()
-            self._fingerprint.check()
-            self.inputs.rows = rows
-            if self._many is not None:
-                self._many.anew()
-            if not due or eager is None:
-                self._serve(served, recording, rows)
-                return recording.outputs
-            instead = self._serve_checked(served, recording, rows, self._bound(size, eager))
-            return recording.outputs if instead is None else instead
-        finally:
-            self._lock.release()
+        served = self._served.get(size)
+        recording = None if served is None else served.recording
+        if served is None or recording is None or self._state != "recorded":
+            raise StateError(
+                f"bucket {size} has no recording that serves; ask serves() before replay()"
+            )
+        assert self._fingerprint is not None
+        due = eager is not None and self._due(served)
+        served.check_outputs()
+        self._fingerprint.check()
+        self.inputs.rows = rows
+        if self._many is not None:
+            self._many.anew()
+        if not due or eager is None:
+            recording.replay()
+            self._count(served, rows, 1)
+            return recording.outputs
+        instead = self._serve_checked(served, recording, rows, self._bound(size, eager))
+        return recording.outputs if instead is None else instead
 
     def loops(self, size: int) -> bool:
         """Whether `run_many` runs bucket `size` as a loop on the device, by one graph launch."""

@@ -80,7 +80,8 @@ class ManySteps:
         speed of its bucket and nothing else."""
         for size, recording in recordings.items():
             try:
-                loop = recording.repeated(self.buffer.left, self.buffer.live[:size])
+                buffer = self.buffer
+                loop = recording.repeated(buffer.left, buffer.live[:size], buffer.start)
             except BackendError as error:
                 self.why_not = str(error.args[0])
                 continue

@@ -237,15 +237,26 @@ class RingBuffer:
         self._live_rows = None
 
     def begin(self, steps: int, rows: int) -> None:
-        """The next `steps` steps, of `rows` real rows, fill the ring from its start: one launch, one more
-        for another number of steps than before, one for a new batch."""
+        """The next `steps` steps, of `rows` real rows, fill the ring from its start: one launch besides
+        those of `expect`."""
+        self.expect(steps, rows)
+        self._start.copy_(self._anew)
+
+    def expect(self, steps: int, rows: int) -> None:
+        """All of `begin` but what a loop that was given `start` does itself at its launch: no launch,
+        one for another number of steps than before, one for a new batch."""
         if self._steps != steps:
             self._anew[-1:].fill_(steps)
             self._steps = steps
-        self._start.copy_(self._anew)
         if self._live_rows != rows:
             torch.lt(self._numbers, rows, out=self.live)
             self._live_rows = rows
+
+    @property
+    def start(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(place, source), int64 (2 + rows,): the copy by which the steps of a call fill the ring from its
+        start, see `Recording.repeated`."""
+        return self._start, self._anew
 
     def result(self, steps: int, rows: int) -> Many:
         """Views of what the first `steps` steps after `begin` gave; the same ones at every call."""
@@ -260,6 +271,12 @@ class RingBuffer:
         return found
 
     # -- for verification ------------------------------------------------------------------------
+
+    def spoil_start(self) -> None:
+        """Leave nothing of `begin`: a loop has to set the cursor, the counts and what is left itself. One
+        that does not runs once, and writes inside the ring."""
+        self._start.fill_(1)
+        self._cursor.fill_(self.ring.length - 1)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -63,12 +63,7 @@ class Serving(CaptureLife):
         return self._replay(served, count, batch, settles=agreed_batch is None)
 
     def _run_many(self, steps: int, batch: Mapping[str, torch.Tensor], rows: int | None) -> Many:
-        many = self._many
-        if many is None:
-            raise StateError(
-                "run_many() was called on a manager without a ring, which keeps the outputs of its "
-                "steps; make it with CaptureManager(..., ring=Ring(length=, outputs=))"
-            )
+        many = self._ring_of_steps()
         self._must_be_recorded("run_many()")
         many.check(steps)
         on = not batch and self._fallback.continues(rows)
@@ -87,13 +82,36 @@ class Serving(CaptureLife):
                     self._steady = None
                     self._fallback.run({} if index else batch, count, reason)
             return many.buffer_of(count).result(steps, count)
+        return self._replay_many(many, served, count, steps, batch)
+
+    def _run_many_on(self, steps: int, served: Served, count: int) -> Many:
+        """run_many() without a batch, after a replay of `count` rows by `served`."""
+        many = self._ring_of_steps()
+        many.check(steps)
+        return self._replay_many(many, served, count, steps)
+
+    def _replay_many(
+        self,
+        many: ManySteps,
+        served: Served,
+        count: int,
+        steps: int,
+        batch: Mapping[str, torch.Tensor] | None = None,
+    ) -> Many:
         due = self._due(served, steps)
         served.check_outputs()
         self._prepare(count, batch)
-        many.buffer.begin(steps, count)
         self._serve_many(many, served, count, steps, due)
         self._steady = None if served.recording is None else (served, count)
         return many.buffer.result(steps, count)
+
+    def _ring_of_steps(self) -> ManySteps:
+        if self._many is None:
+            raise StateError(
+                "run_many() was called on a manager without a ring, which keeps the outputs of its "
+                "steps; make it with CaptureManager(..., ring=Ring(length=, outputs=))"
+            )
+        return self._many
 
     def _must_be_recorded(self, what: str) -> None:
         if self._state != "recorded":
@@ -207,18 +225,21 @@ class Serving(CaptureLife):
     def _serve_many(
         self, many: ManySteps, served: Served, count: int, steps: int, due: bool
     ) -> None:
+        loop = None if due else many.loops.get(served.size)
+        if loop is not None:
+            many.buffer.expect(steps, count)
+            loop.launch()
+            self._count(served, count, steps)
+            return
         recording = served.recording
         assert recording is not None
+        many.buffer.begin(steps, count)
         if due:
             self._serve_many_checked(served, recording, count, steps)
             return
-        loop = many.loops.get(served.size)
-        if loop is not None:
-            loop.launch()
-        else:
-            replay = recording.replay
-            for _ in range(steps):
-                replay()
+        replay = recording.replay
+        for _ in range(steps):
+            replay()
         self._count(served, count, steps)
 
     def _serve_many_checked(
@@ -256,12 +277,13 @@ class Serving(CaptureLife):
         self._prepare(count, batch)
         recording = served.recording
         assert recording is not None
-        if due:
+        if not due:
+            recording.replay()
+            self._count(served, count, 1)
+        else:
             outputs = self._serve_checked(served, recording, count, self._bound(served.size))
             if outputs is not None:
                 return MappingProxyType({name: t[:count] for name, t in outputs.items()})
-        else:
-            self._serve(served, recording, count)
         self._steady = (served, count) if settles else None
         views = served.views.get(count)
         if views is None or not views.intact():

@@ -89,7 +89,7 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Read every ``GRAPHCAP*`` variable.
 
-        A name that starts with ``GRAPHCAP`` and is none of ours is warned about, with the nearest
+        A name that starts with ``GRAPHCAP_`` and is none of ours is warned about, with the nearest
         name that is: a misspelt switch must not be ignored in silence.
 
         Raises:

@@ -194,6 +194,7 @@ class Verifier:
                 f"and a loop on the device would repeat"
             )
         self._state.restore(before)
+        ring.spoil_start()
         loop.launch()
         missing = int(ring.left)
         if not 0 <= missing < steps or (missing and bool(ring.live[:size].any())):

@@ -19,6 +19,9 @@ class CUresult(Enum):
     CUDA_ERROR_NOT_SUPPORTED = 801
 
 
+FUNCTIONS = {"graphcap_begin": 54, "graphcap_go_on": 55}
+
+
 class FakeDriver:
     """What `LoopDriver` needs of ``cuda.bindings.driver``. Graphs and functions are integers.
 
@@ -34,6 +37,7 @@ class FakeDriver:
     CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_CONDITIONAL=13)
     CUgraphConditionalNodeType = SimpleNamespace(CU_GRAPH_COND_TYPE_WHILE=1)
     CUgraph = CUstream = staticmethod(int)
+    CUgraphEdgeData = SimpleNamespace
 
     def __init__(self) -> None:
         self.bodies: dict[int, Callable[[], None]] = {}
@@ -45,6 +49,7 @@ class FakeDriver:
         self.streams: list[int] = []
         self.runs = 0
         self._next = 100
+        self._last = 0  # the node that was made last
 
     def CUgraphNodeParams(self) -> Any:
         return SimpleNamespace(type=None, conditional=SimpleNamespace())
@@ -62,6 +67,10 @@ class FakeDriver:
         self._next += 1
         return self._next
 
+    def _new_node(self) -> int:
+        self._last = self._new()
+        return self._last
+
     def cuCtxGetCurrent(self) -> Any:
         return self._answer("cuCtxGetCurrent", 7)
 
@@ -72,8 +81,7 @@ class FakeDriver:
         return self._answer("cuModuleLoadData", self._new())
 
     def cuModuleGetFunction(self, module: int, name: bytes) -> Any:
-        assert name == b"graphcap_go_on"
-        return self._answer("cuModuleGetFunction", 55)
+        return self._answer("cuModuleGetFunction", FUNCTIONS[name.decode()])
 
     def cuGraphCreate(self, flags: int) -> Any:
         assert flags == 0
@@ -93,34 +101,32 @@ class FakeDriver:
         return self._answer("cuGraphConditionalHandleCreate", 2**40 + self._new())
 
     def cuGraphAddNode(self, graph: int, nodes: Any, data: Any, count: int, params: Any) -> Any:
-        assert (nodes, data, count) == (None, None, 0)
+        # Behind the kernel that starts, where there is one; edge data are all zero.
+        assert (nodes, data, count) in ((None, None, 0), ([self._last], [SimpleNamespace()], 1))
+        assert count == len(self.nodes[graph])
         condition = params.conditional
         assert (params.type, condition.type, condition.size, condition.ctx) == (13, 1, 1, 7)
         body = self._new()
         self.nodes[body] = []
         condition.phGraph_out = [body]
         self.nodes[graph].append(("while", condition.handle, body))
-        return self._answer("cuGraphAddNode", self._new())
+        return self._answer("cuGraphAddNode", self._new_node())
 
     def cuGraphAddChildGraphNode(self, graph: int, nodes: Any, count: int, child: int) -> Any:
         assert (nodes, count) == (None, 0)
         self.nodes[graph].append(("child", child))
-        return self._answer("cuGraphAddChildGraphNode", self._new())
+        return self._answer("cuGraphAddChildGraphNode", self._new_node())
 
-    def cuGraphAddKernelNode(self, graph: int, nodes: list[int], count: int, params: Any) -> Any:
-        assert count == len(nodes) == 1
-        assert (params.func, params.gridDimX, params.blockDimX, params.sharedMemBytes) == (
-            55,
-            1,
-            32,
-            0,
-        )
+    def cuGraphAddKernelNode(self, graph: int, nodes: Any, count: int, params: Any) -> Any:
+        assert (params.gridDimX, params.blockDimX, params.sharedMemBytes) == (1, 32, 0)
+        begins = params.func == FUNCTIONS["graphcap_begin"]
+        assert (nodes, count) == ((None, 0) if begins else ([self._last], 1))
         # Copied now, as the driver does: the caller's memory may be gone at the launch.
         pointers = ctypes.cast(params.kernelParams, ctypes.POINTER(ctypes.c_void_p))
-        kinds = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
+        kinds = (*(ctypes.c_uint64,) * (2 if begins else 3), ctypes.c_uint32)
         values = [kind.from_address(pointers[i]).value for i, kind in enumerate(kinds)]
-        self.nodes[graph].append(("kernel", *values))
-        return self._answer("cuGraphAddKernelNode", self._new())
+        self.nodes[graph].append(("begin" if begins else "go on", *values))
+        return self._answer("cuGraphAddKernelNode", self._new_node())
 
     def cuGraphInstantiate(self, graph: int, flags: int) -> Any:
         assert flags == 0
@@ -143,7 +149,12 @@ class FakeDriver:
         answer = self._answer("cuGraphLaunch")
         if answer[0] is CUresult.CUDA_SUCCESS:
             self.streams.append(stream)
-            for _, handle, body in self.nodes[executable]:
+            for kind, *values in self.nodes[executable]:
+                if kind == "begin":
+                    place, source, words = values
+                    ctypes.memmove(place, source, 8 * words)
+                    continue
+                handle, body = values
                 self.values[handle] = 1
                 while self.values[handle]:
                     self.runs += 1
@@ -167,10 +178,11 @@ class LoopingRecording(TapeRecording):
 
     driver: FakeDriver
 
-    def repeated(self, left: torch.Tensor, live: torch.Tensor) -> GraphLoop:
+    def repeated(self, left: torch.Tensor, live: torch.Tensor, begin: Any = None) -> GraphLoop:
         assert live.is_contiguous()
+        assert begin is None or all(t.is_contiguous() and t.dtype == torch.int64 for t in begin)
         self.driver.bodies[id(self)] = self.replay
-        return GraphLoop(LoopDriver(self.driver), id(self), left, live, lambda: 3)
+        return GraphLoop(LoopDriver(self.driver), id(self), left, live, lambda: 3, begin)
 
 
 class LoopingRecorder(TapeRecorder):

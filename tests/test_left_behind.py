@@ -396,7 +396,7 @@ def test_a_phase_of_a_host_that_is_interrupted_anywhere_puts_everything_back() -
 def test_a_loop_that_cannot_be_had_for_any_reason_costs_no_bucket(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def repeated(self: Any, left: torch.Tensor, live: torch.Tensor) -> Loop:
+    def repeated(self: Any, left: torch.Tensor, live: torch.Tensor, begin: Any = None) -> Loop:
         raise error
 
     monkeypatch.setattr(TapeRecording, "repeated", repeated)
@@ -421,7 +421,7 @@ def test_an_interrupt_while_a_loop_is_tried_closes_it(monkeypatch: pytest.Monkey
         def close(self) -> None:
             closed.append(1)
 
-    monkeypatch.setattr(TapeRecording, "repeated", lambda self, left, live: Trying())
+    monkeypatch.setattr(TapeRecording, "repeated", lambda *_: Trying())
     manager = manager_of(ring=Ring(3, {"y": ((WIDTH,), torch.float32)}))
     with pytest.raises(KeyboardInterrupt):
         manager.capture()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_soak import soak, soak_run
 
+from graphcap import __version__
 from graphcap.errors import VerificationError
 
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
@@ -84,6 +85,18 @@ def test_the_exit_code_tells_what_the_log_says(
     assert said in capsys.readouterr().out
     for name in ("graphs", "tape-uncached"):
         assert (tmp_path / "logs" / f"{name}.out").read_text() == "the loop's own words\n"
+
+
+def test_a_log_says_what_it_is_of(sanitizer, tmp_path):
+    sanitizer(CLEAN)
+    given = ["--shape", "tiny-hybrid", "--layers", "4", "--replays", "9", "--commit", "abc1234"]
+    assert memcheck.main(["--logs", str(tmp_path), *given]) == 0
+    of = f"shape tiny-hybrid, 4 layers, 9 replays, graphcap {__version__}, commit abc1234"
+    for name in ("graphs", "tape-uncached"):
+        first, _, rest = (tmp_path / f"{name}.log").read_text().partition("\n")
+        assert first == f"{of}, {name}"
+        assert rest == CLEAN
+        assert memcheck.errors_in((tmp_path / f"{name}.log").read_text()) == 0
 
 
 def test_an_older_log_is_not_taken_for_this_one(sanitizer, tmp_path):

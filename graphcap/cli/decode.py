@@ -80,6 +80,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     import torch
 
+    from graphcap.cli.counting import without_checks
     from graphcap.cli.timelines import timelines
     from graphcap.decode.cache import PagedCache
     from graphcap.decode.decoder import Decoder, EagerDecoder
@@ -153,8 +154,10 @@ def run(options: argparse.Namespace) -> int:
                 by_eager.append(eager.decode(prompts, options.tokens))
                 by_replay.append(decoder.decode(prompts, options.tokens))
         served = decoder.manager.stats()
-        replay_figures = figures_of_replay(decoder, prompts, by_replay)
-        eager_figures = figures_of_eager(eager, prompts, by_eager)
+        with without_checks(decoder.manager):
+            replay_figures = figures_of_replay(decoder, prompts, by_replay)
+            eager_figures = figures_of_eager(eager, prompts, by_eager)
+            timeline = timelines(eager, decoder, prompts) if options.timeline else None
         if replay_figures["launches_per_token"] is None:  # a fallback runs the eager step
             replay_figures["launches_per_token"] = eager_figures["launches_per_token"]
         result = {
@@ -192,7 +195,7 @@ def run(options: argparse.Namespace) -> int:
             "fallbacks": dict(served.fallbacks),
             "served": served.served(),
             "failures": {str(k): v for k, v in served.failures.items()},
-            "timeline": timelines(eager, decoder, prompts) if options.timeline else None,
+            "timeline": timeline,
             "versions": versions(),
         }
     finally:

@@ -191,6 +191,6 @@ def _print(result: dict[str, Any]) -> None:
     console.print(table)
     count = len(result["findings"])
     console.print(
-        f"{result['slow']} of {count} run, but untuned or off their kernel's alignment",
+        f"{result['slow']} of {count} would run slowly: untuned, or off their kernel's alignment",
         highlight=False,
     )

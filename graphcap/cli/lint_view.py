@@ -27,7 +27,7 @@ def print_lint(report: LintReport) -> None:
         reason = (finding.why, finding.cure)
         if reason != told:  # what is told of a row of findings stands below the first
             console.print()
-        _print_finding(console, finding, report.batches, with_reason=reason != told)
+        _print_finding(console, finding, report, with_reason=reason != told)
         told = reason
     console.print()
     if report.stopped:
@@ -37,7 +37,7 @@ def print_lint(report: LintReport) -> None:
 
 
 def _print_finding(
-    console: Console, finding: Finding, batches: tuple[int, ...], with_reason: bool
+    console: Console, finding: Finding, report: LintReport, with_reason: bool
 ) -> None:
     style = _STYLES.get(finding.severity, "cyan")
     where = _where(finding.place) if finding.place else "the step"
@@ -57,11 +57,17 @@ def _print_finding(
         more.append(f"called from {_where(finding.via)}")
     if finding.count > 1:
         more.append(f"{finding.count} times a step")
-    if len(finding.batches) < len(batches) and finding.kind not in ("allocation", "state"):
+    if others := report.not_found_at(finding):
         some = ", ".join(map(str, finding.batches))
-        more.append(f"at batch {some} only")
+        everywhere = len(finding.batches) + len(others) == len(report.batches)
+        more.append(f"at batch {some} " + ("only" if everywhere else f"and not {_or(others)}"))
     if more:
         _line(console, f"  ({'; '.join(more)})")
+
+
+def _or(sizes: tuple[int, ...]) -> str:
+    *first, last = map(str, sizes)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _line(console: Console, text: str) -> None:

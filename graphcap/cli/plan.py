@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,10 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         from graphcap.cli.plan_figure import draw
 
-        draw(options.plot, result, traffic.counts)
+        drawn = draw(options.plot, result, traffic.counts)
+        # Not on standard output: JSON is read from there, and the last line of tables is the setting.
+        size = drawn.stat().st_size / 1024
+        print(f"{drawn}: {size:,.0f} KiB, the plan as a figure", file=sys.stderr)
     if options.json:
         print_json(result)
     else:
@@ -233,7 +237,7 @@ def _notes(
     notes = []
     if len(costs.ms) < 2:
         notes.append(
-            f"no time is known for two buckets or more in {costs.source}, so a bucket costs its rows; "
+            f"{costs.source} has the times of fewer than two buckets, so a bucket costs its rows; "
             f"a report of a capture with verification has times (--costs REPORT)"
         )
     if planned.above_max:

@@ -11,8 +11,11 @@ import numpy as np
 from graphcap.errors import BackendError, SettingsError
 
 
-def draw(path: Path, result: Mapping[str, Any], counts: Mapping[int, int]) -> None:
-    """Draw `result` of ``graphcap plan`` into `path`; its suffix is the format.
+def draw(path: Path, result: Mapping[str, Any], counts: Mapping[int, int]) -> Path:
+    """Draw `result` of ``graphcap plan`` into `path`; its suffix is the format, .png where it has none.
+
+    Returns:
+        The file.
 
     Raises:
         BackendError: matplotlib is not installed.
@@ -29,6 +32,7 @@ def draw(path: Path, result: Mapping[str, Any], counts: Mapping[int, int]) -> No
     above, below = figure.subplots(2, 1, sharex=True)
     _batches(above, result, counts)
     _padding(below, result)
+    path = path if path.suffix else path.with_name(f"{path.name}.png")
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
@@ -37,6 +41,7 @@ def draw(path: Path, result: Mapping[str, Any], counts: Mapping[int, int]) -> No
         raise SettingsError(
             f"--plot {path}: cannot be written: {error.strerror or error}"
         ) from error
+    return path
 
 
 def _batches(axes: Any, result: Mapping[str, Any], counts: Mapping[int, int]) -> None:

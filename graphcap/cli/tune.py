@@ -74,7 +74,7 @@ def add_to(commands: Any) -> None:
         "--commit", type=not_empty, metavar="ID", help="of the sources, to be noted in the file"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="list what would be tried; needs no GPU"
+        "--dry-run", action="store_true", help="list what would be tried; needs Triton, but no GPU"
     )
     parser.set_defaults(run=run)
 

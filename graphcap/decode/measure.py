@@ -63,27 +63,42 @@ def activity(call: Callable[[], object], device: torch.device) -> Activity:
 
 @dataclass(frozen=True)
 class HostTimes:
-    """Host times of one call in µs, the device's work not waited for; medians.
+    """Host times of one call in µs, the device's work not waited for.
 
     Attributes:
-        queued: while the device still works on calls before it, as in steady decoding.
-        idle: the first call after the device (and with it the host) had nothing to do.
+        queued: while the device still works on calls before it, as in steady decoding; the median.
+        idle: the first call after the device (and with it the host) had nothing to do; the median.
+        least: of the queued calls; what disturbs a measurement only adds to it.
+        calls: how many queued calls these are.
     """
 
     queued: float
     idle: float
+    least: float
+    calls: int
 
 
 def host_times(
-    call: Callable[[], object], device: torch.device, bursts: int = 10, queue: int = 8
+    call: Callable[[], object],
+    device: torch.device,
+    bursts: int = 10,
+    queue: int = 8,
+    before: Callable[[], object] | None = None,
 ) -> HostTimes:
-    """Time `bursts` bursts of `queue` calls, each after the device has become idle. CUDA only.
+    """Time `bursts` bursts of `queue` calls, at least 2, each after the device has become idle.
 
-    The bursts are short, so that no call waits for room in the driver's queue.
+    The bursts are short, so that no call waits for room in the driver's queue. A call that did would take
+    as long as the device takes for one: `least` is then far below `queued`.
+
+    Args:
+        before: brings back what calls use up; run in front of each burst, not timed.
     """
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     queued, idle = [], []
     for _ in range(bursts):
-        torch.cuda.synchronize(device)
+        if before is not None:
+            before()
+        wait(device)
         times = []
         for _ in range(queue):
             started = time.perf_counter()
@@ -91,5 +106,5 @@ def host_times(
             times.append((time.perf_counter() - started) * 1e6)
         idle.append(times[0])
         queued += times[1:]
-    torch.cuda.synchronize(device)
-    return HostTimes(statistics.median(queued), statistics.median(idle))
+    wait(device)
+    return HostTimes(statistics.median(queued), statistics.median(idle), min(queued), len(queued))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,17 @@ from graphcap.errors import InputError
 _TOO_LARGE = 2**31
 """What kernels are told in 32 bits is below it."""
 
-_POWERS = ("n", "k", "depth", "tokens", "warps", "rows")
-"""Fields of tiles that are sizes of Triton's tensors, or warps: it takes powers of 2."""
+_SIDES = ("rows", "n", "k", "depth", "tokens")
+"""Fields of Triton's tiles that are a side of a tensor: a power of two."""
+
+_DEEP = {"DotTile": "depth", "Tile": "k", "AttendTile": "tokens"}
+"""The side that a `tl.dot` sums over: at least 16."""
+
+_MOST_ELEMENTS = 2**20
+"""Of a tensor in Triton."""
+
+_MOST_WARPS = 32
+"""Of a program: 1,024 threads are CUDA's most."""
 
 
 def plan_to_json(plan: LayerPlan) -> dict[str, Any]:
@@ -80,11 +90,33 @@ def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
     kind = fields.pop("tile")
     if kind not in kinds:
         raise TypeError(f"a tile of {kernel} is one of {', '.join(kinds)}, found {kind!r}")
-    tile, in_triton = kinds[kind](**fields), kind not in ("CudaRows", "CudaDown")
+    tile = kinds[kind](**fields)
     for name, value in tile._asdict().items():
         least = 0 if name in tile._field_defaults else 1  # a switch is an int as well
         if not isinstance(value, int) or not least <= value < _TOO_LARGE:
             raise TypeError(f"{name} of a tile is a count, found {repr(value)[:40]}")
-        if in_triton and name in _POWERS and (isinstance(value, bool) or value & (value - 1)):
-            raise TypeError(f"{name} of a tile of {kernel} is a power of 2, found {value!r}")
+    if not kind.startswith("Cuda"):
+        _check_triton(kind, tile._asdict())
     return tile
+
+
+def _check_triton(kind: str, fields: Mapping[str, int]) -> None:
+    """Raises `TypeError` for a tile that Triton compiles for no shape and no device."""
+    what = f"{'an' if kind[0] in 'AEIO' else 'a'} {kind}"
+    sides = {name: value for name, value in fields.items() if name in _SIDES}
+    for name, value in sides.items():
+        least = 16 if _DEEP.get(kind) == name else 1
+        if isinstance(value, bool) or value < least or value & (value - 1):
+            at_least = f" of at least {least}" if least > 1 else ""
+            raise TypeError(f"{name} of {what}: expected a power of two{at_least}, found {value}")
+    elements = math.prod(sides.values())
+    if elements > _MOST_ELEMENTS:
+        raise TypeError(
+            f"{' and '.join(sides)} of {what}: expected at most {_MOST_ELEMENTS:,} elements, found "
+            f"{elements:,}"
+        )
+    warps = fields.get("warps", 1)
+    if warps > _MOST_WARPS or warps & (warps - 1):
+        raise TypeError(
+            f"warps of {what}: expected a power of two up to {_MOST_WARPS}, found {warps}"
+        )

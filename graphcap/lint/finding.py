@@ -25,6 +25,7 @@ class Finding:
         place, via: innermost and outermost line of the step's code; None where no line is to blame.
         count: times in one run of the step.
         batches: batch sizes at which it was found.
+        look: which of the looks that `LintReport.tried` lists found it.
     """
 
     severity: str
@@ -37,6 +38,7 @@ class Finding:
     via: Place | None = None
     count: int = 1
     batches: tuple[int, ...] = ()
+    look: str = ""
 
     @property
     def label(self) -> str:
@@ -115,9 +117,6 @@ class Notes:
         if known is not finding:
             known.count += count
 
-    def drop(self, kind: str) -> None:
-        self._found = {key: f for key, f in self._found.items() if f.kind != kind}
-
     @property
     def findings(self) -> list[Finding]:
         return list(self._found.values())
@@ -135,6 +134,7 @@ class LintReport:
         findings: by severity, then by file and line.
         stopped: why lint could not run the step to its end; None: it did.
         notes: what lint did, for the user.
+        tried: look (a run under lint's eyes, a comparison, the tape itself) -> batch sizes it was made at.
     """
 
     subject: str
@@ -144,14 +144,16 @@ class LintReport:
     findings: list[Finding] = field(default_factory=list)
     stopped: str | None = None
     notes: list[str] = field(default_factory=list)
+    tried: dict[str, set[int]] = field(default_factory=dict)
 
-    def add(self, findings: Iterable[Finding], batch: int) -> None:
-        """Merge the findings of a run of `batch` rows."""
+    def add(self, findings: Iterable[Finding], batch: int, look: str) -> None:
+        """Merge the findings, or that there are none, of a `look` at `batch` rows."""
+        self.tried.setdefault(look, set()).add(batch)
         known = {finding.key: finding for finding in self.findings}
         for finding in findings:
             same = known.get(finding.key)
             if same is None:
-                finding.batches = (batch,)
+                finding.batches, finding.look = (batch,), look
                 known[finding.key] = finding
                 self.findings.append(finding)
             else:
@@ -160,6 +162,10 @@ class LintReport:
                 )
                 if batch not in same.batches:
                     same.batches = (*same.batches, batch)
+
+    def not_found_at(self, finding: Finding) -> tuple[int, ...]:
+        """Batch sizes at which it was looked for and not found, largest first."""
+        return tuple(sorted(self.tried.get(finding.look, set()) - set(finding.batches))[::-1])
 
     def keep(self, recorders: tuple[str, ...]) -> None:
         """For these recorders only: what breaks none of them is an information."""

@@ -148,7 +148,7 @@ class _Linter:
             trace = self._watched(size, recorders)
             notes = Notes(recorders)
             note_branches(largest, trace, self._sizes[0], notes)
-            self.report.add(notes.findings, size)
+            self.report.add(notes.findings, size, "branches")
 
     # -- runs ------------------------------------------------------------------------------------
 
@@ -157,12 +157,13 @@ class _Linter:
         for size in self._sizes:
             try:
                 self._run(size, LintTrace(self._device, self._cuda, warming_up=True))
+                self.report.add([], size, "warm-up")
             except Stopped as stopped:
                 if self._device.type == "meta" and self._cuda.were_asked:
                     continue  # where it is told that it is captured it may read no value
                 if size == self._sizes[0]:
                     raise
-                self.report.add(self._error(stopped), size)
+                self.report.add(self._error(stopped), size, "warm-up")
                 self._sizes = tuple(s for s in self._sizes if s != size)
 
     def _largest(self, recorders: tuple[str, ...]) -> LintTrace:
@@ -177,26 +178,28 @@ class _Linter:
             self._run(size, second)
         note_rebinding(rebound, lines, notes)
         note_state(first, second, notes)
-        self.report.add(notes.findings, size)
+        self.report.add(notes.findings, size, "twice")
         return first
 
     def _watched(self, size: int, recorders: tuple[str, ...]) -> LintTrace:
         trace = LintTrace(self._device, self._cuda, recorders)
         outputs = self._run(size, trace)
-        if size != self._sizes[0]:
-            trace.notes.drop("allocation")  # one size tells them all
         notes = trace.notes
-        if any(finding.kind == "outputs" for finding in self.report.findings):
-            notes.drop("outputs")  # told at the largest size
-            self.report.add(notes.findings, size)
-            return trace
-        try:
-            check_outputs(outputs, size)
-        except CaptureError as error:
-            self._note_refused(notes, "outputs", str(error.args[0]), RECORDERS)
-        else:
-            self._note_aliases(outputs, notes)
-        self.report.add(notes.findings, size)
+        told = any(finding.kind == "outputs" for finding in self.report.findings)
+        if not told:
+            try:
+                check_outputs(outputs, size)
+            except CaptureError as error:
+                self._note_refused(notes, "outputs", str(error.args[0]), RECORDERS)
+            else:
+                self._note_aliases(outputs, notes)
+        # One size tells all allocations, and outputs are told once.
+        looked = {"allocation": size == self._sizes[0], "outputs": not told}
+        by = ", ".join(recorders)
+        self.report.add([f for f in notes.findings if f.kind not in looked], size, f"run, {by}")
+        for kind, here in looked.items():
+            if here:
+                self.report.add([f for f in notes.findings if f.kind == kind], size, kind)
         return trace
 
     def _run(self, size: int, trace: LintTrace) -> Mapping[str, torch.Tensor]:
@@ -243,7 +246,7 @@ class _Linter:
         except CaptureError as error:
             notes = Notes()
             self._note_refused(notes, "refused", str(error.args[0]), (TAPE,))
-            self.report.add(notes.findings, size)
+            self.report.add(notes.findings, size, "tape")
 
     # -- findings of a whole run -----------------------------------------------------------------
 
@@ -274,10 +277,10 @@ class _Linter:
 
     def _stop(self, stopped: Stopped) -> None:
         report, text = self.report, str(stopped)
-        report.add(stopped.findings, stopped.size)
+        report.add(stopped.findings, stopped.size, "stopped")
         refused = any(finding.severity == BREAKS for finding in report.findings)
         if self._device.type != "meta":
-            report.add(self._error(stopped), stopped.size)
+            report.add(self._error(stopped), stopped.size, "stopped")
         elif refused or _NO_VALUES.search(text):
             text += "; meta tensors hold no values: give --device cpu"
         else:

@@ -70,13 +70,20 @@ class Recording(ABC):
     def census(self) -> Census:
         """What one replay launches."""
 
-    def repeated(self, left: torch.Tensor, live: torch.Tensor) -> Loop:
+    def repeated(
+        self,
+        left: torch.Tensor,
+        live: torch.Tensor,
+        begin: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Loop:
         """This recording as the body of a loop on the device.
 
         Args:
             left: int32 (1,), at least 1 at each launch: the most runs. The loop counts it down.
             live: bool (rows,), contiguous: the loop ends before the run at whose start none is set, but
                 runs at least once. Read after each run.
+            begin: (place, source), both int64 (n,) and contiguous: each launch copies the source to its
+                place before anything else, by the same launch. `left` may lie there. None: nothing.
 
         Raises:
             BackendError: says why this recording, driver or torch has no such loop.

@@ -74,7 +74,12 @@ class CudaRecording(Recording):
     def pointers(self) -> PointerReport | None:  # type: ignore[override]
         return None if self.addresses is None else self.addresses.report
 
-    def repeated(self, left: torch.Tensor, live: torch.Tensor) -> Loop:
+    def repeated(
+        self,
+        left: torch.Tensor,
+        live: torch.Tensor,
+        begin: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Loop:
         probe = probe_loops(self._device)
         if not probe.works:
             raise BackendError(probe.detail)
@@ -85,9 +90,8 @@ class CudaRecording(Recording):
         graph: Any = self._graph
         with torch.cuda.device(self._device):
             before, _ = torch.cuda.mem_get_info(self._device)
-            loop = GraphLoop(
-                LoopDriver.loaded(), graph.raw_cuda_graph(), left, live, raw_stream(self._device)
-            )
+            stream = raw_stream(self._device)
+            loop = GraphLoop(LoopDriver.loaded(), graph.raw_cuda_graph(), left, live, stream, begin)
             torch.cuda.synchronize(self._device)
             loop.nbytes = max(0, before - torch.cuda.mem_get_info(self._device)[0])
             return loop

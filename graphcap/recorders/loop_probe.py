@@ -51,7 +51,9 @@ class LoopTrial:
         device, stream = self.device, torch.cuda.Stream(self.device)
         with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
             value = torch.zeros(1, device=device)
-            left = torch.full((1,), 3, dtype=torch.int32, device=device)
+            source = torch.tensor([7, 3], device=device)
+            place = torch.zeros_like(source)
+            left = place[-1:].view(torch.int32)[:1]  # set by the loop itself, to 3
             live = torch.tensor([False, True], device=device)
             value.add_(1).zero_()
             stream.synchronize()
@@ -61,11 +63,12 @@ class LoopTrial:
             )
             value.add_(1)
             graph.capture_end()
-            loop = GraphLoop(driver, graph.raw_cuda_graph(), left, live, lambda: stream.cuda_stream)
+            raw = graph.raw_cuda_graph()
+            loop = GraphLoop(driver, raw, left, live, lambda: stream.cuda_stream, (place, source))
             try:
                 loop.launch()
                 first = float(value)
-                left.fill_(5)
+                source[-1:].fill_(5)
                 live.zero_()
                 loop.launch()
                 return first, float(value), int(left)

@@ -15,6 +15,7 @@ import plain_torch
 import speed
 import speed_bytes
 import speed_check
+import speed_many
 import speed_ways
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "speed",
     "speed_bytes",
     "speed_check",
+    "speed_many",
     "speed_ways",
 ]

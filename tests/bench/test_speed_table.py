@@ -154,6 +154,30 @@ def test_text_says_what_was_checked(result):
         assert said in table
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            {"host_calls": 203, "host_us_least": 11.4, "host_us_after_idle": 30.2},
+            "costs the host 42 µs a call (one launch; median of 203 calls, least 11, 30 after idle) and",
+        ),
+        (
+            {
+                "host_calls": 9,
+                "host_us_least": 40.0,
+                "host_us_after_idle": None,
+                "host_waits": True,
+            },
+            "(one launch; median of 9 calls, least 40; with a queue of whole calls the host waits for",
+        ),
+    ],
+)
+def test_text_says_what_is_known_of_the_hosts_part(result, more, said):
+    """Without it: a result of before, as in the other tests."""
+    result["many"][0].update(more)
+    assert said in speed_table.speed_table(result, "speed.json", {}, "docs/speed.svg")
+
+
 def test_the_best_of_vllm_is_of_its_own_modes_on_one_card():
     best = tables.vllm_best("seed-64")
     assert sorted(best) == [1, 8, 32]

@@ -350,3 +350,18 @@ def test_plans_of_a_hybrids_experts_are_told(
     assert main([*words, "--json"]) == 0
     bucket = json.loads(capsys.readouterr().out)["buckets"][0]
     assert bucket["schedule"]["experts"]["plan"] == {"layers": "apart", "block": 16}
+
+
+@on_cpu
+@pytest.mark.parametrize("every", ["1", "5"])
+@pytest.mark.parametrize("at_once", ["1", "4"])
+def test_checks_of_every_nth_replay_are_not_counted_as_a_step(capsys, monkeypatch, every, at_once):
+    """`GRAPHCAP_VERIFY=1` holds each replay against eager; the figures are of one that is not."""
+    arguments = ("--tokens", "6", "--tokens-per-launch", at_once)
+    plain = decode(capsys, *arguments)
+    monkeypatch.setenv("GRAPHCAP_VERIFY", every)
+    checked = decode(capsys, *arguments)
+    for name in ("launches_per_token", "allocations_per_token"):
+        assert checked["replay"][name] == plain["replay"][name]
+    assert checked["replay"]["allocations_per_token"] == 0
+    assert checked["outputs_equal"] is True

@@ -62,7 +62,7 @@ def test_the_table(capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "qwen3-30b-a3b: 128 experts, top-8, hidden 2048, expert intermediate 768" in printed
     assert "unaligned" in printed
-    assert "1 of 2 run, but untuned or off their kernel's alignment" in printed
+    assert "1 of 2 would run slowly: untuned, or off their kernel's alignment" in printed
 
 
 @pytest.mark.parametrize("as_folder", [True, False])

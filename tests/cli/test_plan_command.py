@@ -122,13 +122,29 @@ def test_tables_and_the_plot_of_a_terminal(capsys, histogram: str):
 def test_figure(capsys, histogram: str, tmp_path: Path, suffix: str):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"plan.{suffix}"
-    plan(capsys, "--histogram", histogram, "--max-graphs", "4", "--plot", str(path))
+    common = ("plan", "--histogram", histogram, "--max-graphs", "4", "--plot", str(path))
+    assert main([*common, "--json"]) == 0
+    printed = capsys.readouterr()
+    json.loads(printed.out)  # nothing else in it
+    assert printed.err == f"{path}: {path.stat().st_size / 1024:,.0f} KiB, the plan as a figure\n"
+    assert main([*common]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1] == "GRAPHCAP_BUCKETS=3,7,31,64"
+    assert printed.err.startswith(f"{path}: ")
     start = path.read_bytes()[:200]
     assert start.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in path.read_bytes()
     wrong = tmp_path / "plan.nothing"
     assert "end the name in .png or .svg" in refused(
         capsys, "--histogram", histogram, "--max-graphs", "4", "--plot", str(wrong)
     )
+
+
+def test_figure_without_a_suffix_is_named_as_it_is_written(capsys, histogram: str, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    plot = ("--plot", str(tmp_path / "plan"))
+    assert main(["plan", "--histogram", histogram, "--max-graphs", "4", *plot]) == 0
+    assert capsys.readouterr().err.startswith(f"{tmp_path / 'plan.png'}: ")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_figure_without_matplotlib(capsys, histogram: str, monkeypatch: pytest.MonkeyPatch):

@@ -160,7 +160,7 @@ def test_the_largest_file_that_is_read(folder: Path, monkeypatch: pytest.MonkeyP
 def test_tiles_that_triton_has_no_tensors_for_are_refused(
     kernel: str, tile: dict[str, object], field: str
 ) -> None:
-    with pytest.raises(InputError, match=f"{field} of a tile of {kernel} is a power of 2"):
+    with pytest.raises(InputError, match=f"{field} of an? {tile['tile']}: expected a power of two"):
         plan_from_json({"layers": "apart", "tiles": {kernel: tile}})
 
 

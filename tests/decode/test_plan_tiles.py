@@ -14,6 +14,8 @@ from graphcap.errors import InputError
 
 ATTEND = {"tile": "AttendTile", "splits": 2, "tokens": 16, "warps": 4}
 ROWS = {"tile": "RowsTile", "rows": 4, "warps": 4, "lanes": 1}
+DOT = {"tile": "DotTile", "n": 16, "depth": 64, "warps": 4, "stages": 2}
+GEMM = {"tile": "Tile", "n": 16, "k": 32, "warps": 4, "stages": 2}
 
 
 def test_every_packaged_plan_is_taken() -> None:
@@ -39,6 +41,34 @@ def test_every_packaged_plan_is_taken() -> None:
         ("attend", {**ATTEND, "splits": 0}, "splits of a tile is a count, found 0"),
         ("norm_qkv", {**ROWS, "lanes": 10**400}, "lanes of a tile is a count, found 1000"),
         ("norm_qkv", {**ROWS, "registers": -1}, "registers of a tile is a count, found -1"),
+        ("norm_qkv", {**ROWS, "rows": 3}, "rows of a RowsTile: expected a power of two, found 3"),
+        ("norm_qkv", {**ROWS, "lanes": 3}, ""),
+        ("norm_qkv", {"tile": "CudaRows", "rows": 20}, ""),  # CUDA C++ takes other numbers
+        ("attend", {**ATTEND, "splits": 65}, ""),
+        ("attend", {**ATTEND, "tokens": 24}, "tokens of an AttendTile"),
+        ("attend", {**ATTEND, "tokens": 8}, "power of two of at least 16, found 8"),
+        (
+            "attend",
+            {**ATTEND, "warps": 6},
+            "warps of an AttendTile: expected a power of two up to 32",
+        ),
+        ("attend", {**ATTEND, "warps": 32}, ""),
+        ("attend", {**ATTEND, "warps": 64}, "up to 32, found 64"),
+        (
+            "pair_gate_up",
+            {"tile": "PairTile", "rows": 2, "depth": 96},
+            "depth of a PairTile: expected",
+        ),
+        ("pair_gate_up", {"tile": "PairTile", "rows": 2, "depth": 8}, ""),
+        (
+            "pair_gate_up",
+            {"tile": "PairTile", "rows": 2048, "depth": 1024},
+            "rows and depth of a PairTile: expected at most 1,048,576 elements, found 2,097,152",
+        ),
+        ("qkv", {**DOT, "n": 48}, "n of a DotTile: expected a power of two, found 48"),
+        ("qkv", {**DOT, "depth": 8}, "depth of a DotTile: expected a power of two of at least 16"),
+        ("down_gemm", {**GEMM, "k": 100}, "k of a Tile: expected a power of two of at least 16"),
+        ("down_gemm", {**GEMM, "warps": 3}, "warps of a Tile"),
     ],
 )
 def test_a_tile_that_its_kernel_cannot_take_is_refused(

@@ -118,10 +118,11 @@ def test_one_graph_launch_and_no_allocation(device, looped):
         print("\n", seen)
         assert len(launches) == 1
         assert seen.allocations == 0
-        assert seen.calls.get("cudaGraphLaunch", 0) <= 1, "no replay one by one"
-        assert seen.calls.get("cudaLaunchKernel", 0) <= 2
-        replays = manager.stats().replays
-        assert replays == 2 * LENGTH
+        # The ring is set back by the loop itself: no copy, no kernel and no replay besides.
+        others = {name for name in seen.calls if not name.startswith("cuGraphLaunch")}
+        assert not others, seen.calls
+        assert sum(seen.calls.values()) <= 1
+        assert manager.stats().replays == 2 * LENGTH
 
 
 @both

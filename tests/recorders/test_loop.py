@@ -14,16 +14,19 @@ from loop_fakes import FakeDriver
 from graphcap.errors import BackendError, StateError
 from graphcap.recorders import loop_probe
 from graphcap.recorders.base import Recording
-from graphcap.recorders.loop import KERNEL, PTX, GraphLoop, LoopDriver
+from graphcap.recorders.loop import GraphLoop, LoopDriver
+from graphcap.recorders.loop_kernels import BEGIN, GO_ON, PTX
 
 MAKING = [
     "cuCtxGetCurrent",
+    "cuGraphCreate",
     "cuModuleLoadData",
     "cuModuleGetFunction",
-    "cuGraphCreate",
+    "cuGraphAddKernelNode",
     "cuGraphConditionalHandleCreate",
     "cuGraphAddNode",
     "cuGraphAddChildGraphNode",
+    "cuModuleGetFunction",
     "cuGraphAddKernelNode",
     "cuGraphInstantiate",
     "cuGraphUpload",
@@ -31,15 +34,23 @@ MAKING = [
 
 
 class Body:
-    """A graph that counts its runs and ends one more row at each of them."""
+    """A graph that counts its runs and ends one more row at each of them.
 
-    def __init__(self, driver: FakeDriver, rows: int, ends: int | None = None) -> None:
+    Attributes:
+        source: what each launch copies into `place`, in whose last word `left` lies.
+    """
+
+    def __init__(
+        self, driver: FakeDriver, rows: int, ends: int | None = None, begins: bool = False
+    ) -> None:
         self.runs = 0
-        self.left = torch.zeros(1, dtype=torch.int32)
+        self.place, self.source = (torch.full((40,), n, dtype=torch.int64) for n in (-7, 5))
+        self.left = self.place[-1:].view(torch.int32)[:1]
         self.live = torch.ones(rows, dtype=torch.bool)
         self._ends = ends
         driver.bodies[11] = self.run
-        self.loop = GraphLoop(LoopDriver(driver), 11, self.left, self.live, lambda: 3)
+        begin = (self.place, self.source) if begins else None
+        self.loop = GraphLoop(LoopDriver(driver), 11, self.left, self.live, lambda: 3, begin)
 
     def run(self) -> None:
         self.runs += 1
@@ -52,13 +63,48 @@ class Body:
 def test_runs_as_often_as_is_left(rows: int, steps: int) -> None:
     driver = FakeDriver()
     body = Body(driver, rows)
-    assert driver.calls == MAKING
+    kernel = ["cuModuleLoadData", "cuModuleGetFunction", "cuGraphAddKernelNode"]
+    rest = MAKING[MAKING.index("cuGraphConditionalHandleCreate") : -4]
+    assert driver.calls == [*MAKING[:2], *rest, *kernel, *MAKING[-2:]]
     for launches in (1, 2):
         body.left.fill_(steps)
         body.loop.launch()
         assert body.runs == driver.runs == launches * steps
         assert int(body.left) == 0
     assert driver.streams == [3, 3]
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_loop_that_begins_by_a_copy_is_still_one_launch(steps: int) -> None:
+    driver = FakeDriver()
+    body = Body(driver, 3, begins=True)
+    assert driver.calls == MAKING
+    body.source[-1] = steps
+    for launches in (1, 2, 3):
+        body.place.fill_(-9)
+        body.loop.launch()
+        assert body.runs == launches * steps
+        assert body.place[:-1].tolist() == [5] * 39
+        assert int(body.left) == 0
+    assert driver.calls == [*MAKING, *["cuGraphLaunch"] * 3]
+    body.loop.close()
+    assert not any(driver.open.values())
+
+
+def test_the_stream_of_each_launch_is_the_current_one_and_wrapped_once() -> None:
+    driver = FakeDriver()
+    wrapped = []
+    driver.CUstream = lambda handle: wrapped.append(handle) or handle
+    streams = iter((3, 3, 3, 8, 8, 3, 0))
+    loop = GraphLoop(
+        LoopDriver(driver), 11, torch.zeros(1).int(), torch.ones(1).bool(), lambda: next(streams)
+    )
+    driver.bodies[11] = lambda: None
+    wrapped.clear()  # of the upload, and of the launches before the first
+    for _ in range(5):
+        loop.launch()
+    assert driver.streams == [3, 8, 8, 3, 0]
+    assert wrapped == [8, 3, 0]
 
 
 def test_ends_with_the_last_live_row_and_runs_at_least_once() -> None:
@@ -86,15 +132,15 @@ def test_what_was_made_is_given_back_once() -> None:
     assert body.runs == 0
 
 
-@pytest.mark.parametrize("call", MAKING)
+@pytest.mark.parametrize("call", dict.fromkeys(MAKING))
 def test_a_call_that_fails_is_named_and_leaves_nothing(call: str) -> None:
     driver = FakeDriver()
     driver.fails = {call}
     with pytest.raises(BackendError, match=f"{call} failed: .*NOT_SUPPORTED"):
-        Body(driver, 2)
+        Body(driver, 2, begins=True)
     assert not any(driver.open.values())
     driver.fails = set()
-    assert Body(driver, 2).runs == 0
+    assert Body(driver, 2, begins=True).runs == 0
 
 
 def test_a_launch_that_fails_is_an_error() -> None:
@@ -174,6 +220,9 @@ def test_the_bindings_have_every_name_that_is_used() -> None:
     kernel = driver.CUDA_KERNEL_NODE_PARAMS()
     kernel.func, kernel.kernelParams = driver.CUfunction(9), 4096
     assert kernel.kernelParams == 4096
+    # An edge whose data are all zero is a dependency on the whole node.
+    edge = driver.CUgraphEdgeData()
+    assert (edge.from_port, edge.to_port, int(edge.type)) == (0, 0, 0)
 
 
 def test_the_kernel_assembles(tmp_path: Path) -> None:
@@ -181,7 +230,7 @@ def test_the_kernel_assembles(tmp_path: Path) -> None:
     assembler = Path(backends.__file__).parent / "nvidia" / "bin" / "ptxas"
     if not assembler.exists():
         pytest.skip("this Triton brings no ptxas")
-    assert f".entry {KERNEL} (" in PTX
+    assert all(f".entry {name} (" in PTX for name in (BEGIN, GO_ON))
     source = tmp_path / "kernel.ptx"
     source.write_text(PTX)
     for arch in ("sm_75", "sm_80", "sm_90"):
