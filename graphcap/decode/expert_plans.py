@@ -48,6 +48,9 @@ class ExpertPlans:
             on `kernels`.
         dtype: of the weights.
         tune_cache: folder of plans that were tuned here; None: see `cache_folder`.
+
+    Attributes:
+        title: the experts, to be told from others.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class ExpertPlans:
         self._sizes = sizes
         self._dtype = dtype
         self._device = device
+        width, experts, top_k, inner = sizes
+        self.title = f"{experts} experts of {width} x {inner}, top-{top_k}, {str(dtype)[6:]}"
         self._obstacle = self._why_not()
         self._found: list[tuple[str, str, PlanFile]] = []
         if self._obstacle is None:

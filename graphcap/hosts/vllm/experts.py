@@ -53,7 +53,8 @@ class PooledExperts:
         kernels: graphcap's; None: layers stay on vLLM's kernels, `why` says why.
         layers: what each layer that a step reached runs on, with the reason, counted.
         plans: by which plan the layers of a batch of so many tokens run, and why; filled as batches come.
-            Where a model has experts of several sizes it is that of the layer which came last.
+            Where a model has experts of several sizes it is that of the layer which came last;
+            `plans_by_title` has those of each.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class PooledExperts:
         self.kernels: ExpertKernels | None = None
         self.layers: Counter[str] = Counter()
         self.plans: dict[int, PlanChoice] = {}
+        self.plans_by_title: dict[str, dict[int, PlanChoice]] = {}
         self._plans: PlansOfLayers | None = None
         self._seen: set[int] = set()
         self._ranges = nvtx_ranges(settings)
@@ -135,7 +137,8 @@ class PooledExperts:
             return out
         plans = self._plans.of(routed)
         plans.run(rows, self.pool, launch)
-        self.plans[rows] = plans.choice(rows)
+        choice = self.plans[rows] = plans.choice(rows)
+        self.plans_by_title.setdefault(plans.title, {})[rows] = choice
         return out
 
 

@@ -63,17 +63,17 @@ def tuned(tmp_path: Path) -> Path:
 class Layer:
     """What graphcap reads of vLLM's runner of a layer, with random weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = EXPERTS) -> None:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape) / shape[-1] ** 0.5
 
         self.routed_experts = SimpleNamespace(
-            w13_weight=normal(EXPERTS, 2 * INNER, HIDDEN),
-            w2_weight=normal(EXPERTS, HIDDEN, INNER),
+            w13_weight=normal(experts, 2 * INNER, HIDDEN),
+            w2_weight=normal(experts, HIDDEN, INNER),
             top_k=TOP_K,
             renormalize=True,
         )
-        self.gate = SimpleNamespace(weight=3 * normal(EXPERTS, HIDDEN))
+        self.gate = SimpleNamespace(weight=3 * normal(experts, HIDDEN))
 
     def expected(self, hidden: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(hidden.shape, dtype=torch.float64)
@@ -101,10 +101,12 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def run_layer(experts: PooledExperts, rows: int = 4, gap: bool = False) -> None:
+def run_layer(
+    experts: PooledExperts, rows: int = 4, gap: bool = False, layer: Layer | None = None
+) -> None:
     """One layer beside float64, a row of padding among the rows."""
     torch.manual_seed(torch.initial_seed() % 2**31)
-    layer = Layer()
+    layer = Layer() if layer is None else layer
     hidden = torch.randn(2 * rows, HIDDEN)[::2] if gap else torch.randn(rows, HIDDEN)
     slots = torch.arange(rows)
     if rows > 1:
@@ -247,6 +249,8 @@ def test_what_is_told(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report: Any = SimpleNamespace(recorder="cuda", census=None, to_json=dict)
     plain = reporter._plain(engine, {"decode": report}, ())["expert_plans"]
     assert plain["4"]["source"] == "cache"
+    by_size = reporter._plain(engine, {"decode": report}, ())["expert_plans_by_size"]
+    assert by_size["8 experts of 32 x 16, top-2, float32"]["4"] == plain["4"]
     assert plain["4"]["plan"]["tiles"]["gated_gemm"] == {
         "tile": "Tile",
         "n": 16,
@@ -254,6 +258,19 @@ def test_what_is_told(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "warps": 4,
         "stages": 2,
     }
+
+
+def test_layers_of_several_sizes_are_told_apart(tuned: Path) -> None:
+    """A plan of one does not hide what is said of another."""
+    experts = pooled(tuned)
+    run_layer(experts)
+    run_layer(experts, layer=Layer(12))
+    run_layer(experts, rows=3, layer=Layer(12))
+    path = next(tuned.iterdir())
+    assert lines_of_plans(experts) == [
+        f"8 experts of 32 x 16, top-2, float32 by cache {path} at batch 4",
+        "12 experts of 32 x 16, top-2, float32 by rule at batch 3, 4",
+    ]
 
 
 def test_kernels_that_are_held_are_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
