@@ -136,10 +136,14 @@ class ExpertPlans:
         if rows > MOST_ROWS:
             why = f"plans are made for at most {MOST_ROWS} rows"
             return PlanChoice(rows, plain, "not supported", why)
+        plain_won = False
         for source, where, file in self._found:
             # Experts do not see a context: that of the shortest stands for all.
             tuned = nearest(file.buckets, rows, 1)
-            if tuned is None or tuned.plan.layers == "plain":
+            if tuned is None:
+                continue
+            if tuned.plan.layers == "plain":
+                plain_won = True
                 continue
             plan = tuned.plan.of_experts()
             why = f"{where}: tuned for {tuned.rows} rows"
@@ -149,8 +153,14 @@ class ExpertPlans:
                 lacks = f"pair_down by Triton, not CUDA C++: {reason}"
                 why += f"; {lacks}"
             return PlanChoice(rows, plan, source, why, file=where, lacks=lacks)
-        why = "no tuned plan serves this batch" if self._found else "no plan was tuned for these"
-        return PlanChoice(rows, self._by_rule(rows), "default", f"{why}; graphcap tune finds one")
+        if plain_won:  # of whole layers; with somebody else's attention it says little
+            why = "whole layers were tuned for this batch, and plain ones were the fastest"
+        else:
+            found = (
+                "no tuned plan serves this batch" if self._found else "no plan was tuned for these"
+            )
+            why = f"{found}; graphcap tune finds one"
+        return PlanChoice(rows, self._by_rule(rows), "default", why)
 
     def _by_rule(self, rows: int) -> LayerPlan:
         plan = default_plan(rows)
