@@ -31,12 +31,14 @@ def sections() -> dict[str, str]:
 
 
 def section(anchor: str) -> str:
-    """The text of one section.
+    """The text of one section; of ``fallback`` for the reason of a fallback, such as ``not_recorded``.
 
     Raises:
         InputError: there is none of that name; names the nearest.
     """
     found = sections()
+    if anchor not in found and f"\n| `{anchor}` |" in found["fallback"]:
+        anchor = "fallback"
     if anchor not in found:
         near = difflib.get_close_matches(anchor, found, n=1)
         raise InputError(

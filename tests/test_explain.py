@@ -13,6 +13,7 @@ import pytest
 
 from graphcap import cli, errors, explain
 from graphcap.errors import CaptureError, GraphcapError, PoolFrozenError, anchor_in, pointed
+from graphcap.page.fallbacks import REASONS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "graphcap").rglob("*.py"))
@@ -181,3 +182,18 @@ def test_a_name_that_is_none_gets_the_nearest(capsys: pytest.CaptureFixture[str]
 
 def test_a_section_ends_at_the_next_heading():
     assert all("\n## " not in text and text for text in explain.sections().values())
+
+
+@pytest.mark.parametrize("reason", sorted(REASONS))
+def test_a_reason_of_a_fallback_is_explained(reason: str) -> None:
+    """By the name that counters, logs and reports give; what has a section of its own has that."""
+    text = explain.section(reason)
+    if reason != "verification":
+        assert text == explain.section("fallback")
+        assert f"| `{reason}` |" in text
+
+
+def test_what_only_looks_like_a_reason_is_not() -> None:
+    for name in ("message", "above_max", "not_recorded` | the bucket"):
+        with pytest.raises(errors.InputError, match="nothing is told under"):
+            explain.section(name)

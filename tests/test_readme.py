@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 DOCS = ROOT / "docs"
 VLLM = (DOCS / "vllm.md").read_text()
+TROUBLES = (DOCS / "troubleshooting.md").read_text()
 TROUBLESHOOTING = README.split("## Troubleshooting")[1].split("\n## ")[0]
 PLUGIN = sorted((ROOT / "graphcap" / "hosts" / "vllm").rglob("*.py"))
 
@@ -80,7 +81,7 @@ def literal(node: ast.expr) -> str | None:
 
 
 def test_every_reason_of_a_fallback_is_explained():
-    listed = set(re.findall(r"^\| `(\w+)` \|", VLLM, re.MULTILINE))
+    listed = set(re.findall(r"^\| `(\w+)` \|", TROUBLES, re.MULTILINE))
     reasons = {
         literal(call.args[1])
         for name in ("fall_back", "drop")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphcap import __version__
+from graphcap.decode.kernel_code import code_of
 from graphcap.decode.model_shape import ModelShape
 
 DIMENSIONS = (
@@ -99,16 +100,16 @@ def file_name_start(device: str, dtype: str) -> str:
 
 @cache
 def kernels_digest() -> str:
-    """16 hexadecimal digits that change with any of `SOURCES`."""
+    """16 hexadecimal digits that change with the code of any of `SOURCES`."""
     package = Path(__file__).resolve().parent.parent
     return digest_of(lambda name: (package / name).read_bytes())
 
 
 def digest_of(read: Callable[[str], bytes]) -> str:
-    """The digest of `SOURCES` as `read` gives their bytes."""
+    """The digest of the code of `SOURCES`, whose bytes `read` gives; see `code_of`."""
     digest = hashlib.sha256()
     for name in SOURCES:
-        digest.update(f"{name}\0".encode() + read(name) + b"\0")
+        digest.update(f"{name}\0".encode() + code_of(name, read(name)) + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -12,6 +12,7 @@ import torch
 from plan_samples import H200, SEED, bucket, file_of
 
 from graphcap.decode import plan_key
+from graphcap.decode.kernel_code import code_of
 from graphcap.decode.plan_files import FORMAT, PlanFile, cache_folder, read_plans
 from graphcap.decode.plan_key import (
     DIMENSIONS,
@@ -115,9 +116,74 @@ def test_any_change_to_a_kernel_makes_another_digest() -> None:
     package = Path(plan_key.__file__).parents[1]
     seen = {kernels_digest()}
     for changed in SOURCES:
-        read = lambda name, c=changed: (package / name).read_bytes() + b" " * (name == c)  # noqa: E731
+        read = lambda name, c=changed: (package / name).read_bytes() + b"x;" * (name == c)  # noqa: E731
         seen.add(digest_of(read))
     assert len(seen) == 1 + len(SOURCES)
+
+
+def test_what_only_people_read_makes_no_other_digest() -> None:
+    package = Path(plan_key.__file__).parents[1]
+
+    def read(name: str) -> bytes:
+        comment = b"\n\n# x; 'y\n" if name.endswith(".py") else b'\n\n// x; "y\n/* z\n */\n'
+        return (package / name).read_bytes() + comment
+
+    assert digest_of(read) == kernels_digest()
+
+
+PYTHON = b'''"""About it."""  # and more
+
+import os
+
+@decorator  # why
+def f(x: int = 3) -> str:  # noqa
+    """Two
+    lines."""
+    # only people
+    text = "# no comment" + f"{x!r} # {'neither'}"
+    """A string that nobody keeps."""
+    return (
+        "kept" # at the end
+        "too"
+    )
+
+class C:
+    "Short."
+    value = """kept # all
+    of it"""
+'''
+PYTHON_CODE = b"""
+import os
+@decorator
+def f(x: int = 3) -> str:
+    text = "# no comment" + f"{x!r} # {'neither'}"
+    return (
+        "kept"
+        "too"
+    )
+class C:
+    value = \"\"\"kept # all
+    of it\"\"\"
+""".strip()
+CUDA = b"""// what it is
+__global__ void f() {  // one
+  asm("a // no comment" : /* why */ "=r"(x));
+  /* several
+     lines */
+}
+"""
+CUDA_CODE = b"""
+__global__ void f() {
+  asm("a // no comment" :   "=r"(x));
+}
+""".strip()
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "code"), [("a.py", PYTHON, PYTHON_CODE), ("a.cu", CUDA, CUDA_CODE)]
+)
+def test_code_is_what_is_left_of_a_source(name: str, source: bytes, code: bytes) -> None:
+    assert code_of(name, source) == code
 
 
 def test_other_versions_and_kernels_are_named() -> None:

@@ -16,7 +16,7 @@ DASHBOARD = json.loads(TEXT)
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
 ALERTS = (ROOT / "docs" / "prometheus" / "alerts.yml").read_text()
-VLLM = (ROOT / "docs" / "vllm.md").read_text()
+TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 BUILT_IN = {"__rate_interval", "__range"}
 UNITS = {"percentunit", "ops", "bytes", "s", "short"}  # of Grafana's, what fits these metrics
@@ -112,7 +112,7 @@ def test_every_query_takes_one_rank_of_an_engine():
 
 
 def test_alerts_name_reasons_that_there_are():
-    table = VLLM.split("Single steps fall back")[1].split("\n#")[0]
+    table = TROUBLES.split("\n### fallback\n")[1].split("\n#")[0]
     listed = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     named = {name for group in re.findall(r'reason=~"(.*?)"', ALERTS) for name in group.split("|")}
     assert named <= listed
