@@ -137,6 +137,16 @@ class BufferPool:
             if self._plan is None:
                 self._lifetimes.released(name)
 
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """A failure inside releases what was taken since: for whoever then does it in another way."""
+        before = set(self._held)
+        try:
+            yield
+        except BaseException:
+            self.release(*(name for name in tuple(self._held) if name not in before))
+            raise
+
     def run(self, operation: Operation, *args: Any) -> None:
         """Call `operation`, giving it its scratch buffers from the pool for the length of the call."""
         if operation.scratch is None:

@@ -118,9 +118,10 @@ def run(options: argparse.Namespace) -> int:
     from graphcap.tuning.tune import plan_file, tune
 
     path = folder / PlanKey.of(shape, dtype, torch.cuda.get_device_name(device)).file_name
-    _check_writable(folder, "GRAPHCAP_TUNE_CACHE")
+    _check_writable(folder, "GRAPHCAP_TUNE_CACHE", path.name)
     if options.export:
-        _check_writable(Path(options.export).absolute().parent, "--export")
+        export = Path(options.export).absolute()
+        _check_writable(export.parent, "--export", export.name)
     file = plan_file(path, shape, dtype, device, options.commit)
     # First: the processes that compile need room for a layer each.
     spent, compiled = _compile(options, short, device, dtype, loads)
@@ -160,8 +161,12 @@ def _shapes(options: argparse.Namespace) -> tuple[ModelShape, ModelShape]:
     return whole, measured_shape(whole, ranks)
 
 
-def _check_writable(folder: Path, name: str) -> None:
-    """Before minutes are spent on what could not be kept."""
+def _check_writable(folder: Path, name: str, file: str) -> None:
+    """Before minutes are spent on what could not be kept as `file` of `folder`."""
+    if folder.parts[:1] and folder.parts[0].startswith("~"):
+        raise SettingsError(
+            f"{name}: expected a folder, found {folder}, and this user has no home; name a folder"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)
@@ -170,6 +175,10 @@ def _check_writable(folder: Path, name: str) -> None:
     if not writable:
         raise SettingsError(
             f"{name}: expected a folder that can be written, found {folder}; name another"
+        )
+    if (folder / file).is_dir():
+        raise SettingsError(
+            f"{name}: expected a file, or none, at {folder / file}, found a folder; take it away"
         )
 
 

@@ -38,16 +38,16 @@ def fused_layers(
     cos_sin: torch.Tensor,
 ) -> Callable[[int], FusedLayers | None]:
     """What `schedule` chooses: the layers of a bucket; None where it runs by the plain schedule."""
-    made: dict[int, FusedLayers | None] = {}
+    made: dict[int, FusedLayers] = {}
 
     def layers_of(rows: int) -> FusedLayers | None:
+        plan = schedule.choice(rows).plan
+        if plan.layers == "plain":
+            return None
         if rows not in made:
-            plan = schedule.choice(rows).plan
-            made[rows] = None
-            if plan.layers != "plain":
-                own = planned(kernels, plan)
-                experts = make_experts(own.decode.experts)
-                made[rows] = FusedLayers(weights, cache, plan, own, pool, experts, cos_sin)
+            own = planned(kernels, plan)
+            experts = make_experts(own.decode.experts)
+            made[rows] = FusedLayers(weights, cache, plan, own, pool, experts, cos_sin)
         return made[rows]
 
     return layers_of

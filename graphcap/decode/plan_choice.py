@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,8 @@ class PlanChoice:
     """How the layers of a bucket run.
 
     Attributes:
-        source: "asked for", "cache" (tuned on this machine), "table" (packaged), "default" (by rule) or
-            "not supported".
+        source: "asked for", "cache" (tuned on this machine), "table" (packaged), "default" (by rule),
+            "not supported", or "failed" (of a plan from one of these, which could not run).
         why: what the source says.
         experts: how the routed experts of a plain bucket run, where they have a plan of their own (see
             `ExpertPlans`).
@@ -41,6 +42,11 @@ class PlanChoice:
     experts: PlanChoice | None = None
     file: str = ""
     lacks: str = ""
+
+    def failed(self, why: str) -> PlanChoice:
+        """What is left of it where its plan cannot run."""
+        told = f"{self.source} plan ({self.why}): {why}"
+        return PlanChoice(self.rows, LayerPlan("plain"), "failed", told, file=self.file)
 
     def __str__(self) -> str:
         own = f"{self.plan.layers} ({self.source}: {self.why})"
@@ -76,30 +82,71 @@ def device_obstacle(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
-def cached_plans(path: Path, misfit: Callable[[PlanFile], str]) -> PlanFile | None:
+def cached_plans(
+    path: Path,
+    misfit: Callable[[PlanFile], str],
+    wanted: Callable[[PlanFile], bool] = lambda file: True,
+) -> PlanFile | None:
     """The plans in `path`; None where there are none that can be used, for which it warns once.
 
     Args:
         misfit: why plans are of no use here though they are in order; empty where they are.
+        wanted: whether plans are for what is asked for; those that are not are passed over in silence.
     """
+    if is_missing(path):
+        return None
     try:
-        if not path.exists():
-            return None
         file = read_plans(path)
+        if not wanted(file):
+            return None
         problem = misfit(file)
         if not problem and (stale := differences(file.machine, file.kernels)):
             problem = f"it was made with {'; '.join(stale)}"
-    except (InputError, OSError) as error:
-        problem = error.args[0] if isinstance(error, InputError) else str(error)
+    except InputError as error:
+        if is_missing(path):  # since then
+            return None
+        problem = error.args[0]
     if not problem:
         return file
-    if (str(path), problem) not in _told:
-        _told.add((str(path), problem))
-        warn(
-            logger,
-            "tune-cache",
-            "tuned plans are not used, buckets run by table or default: %s: %s",
-            path,
-            problem,
-        )
+    _tell(path, problem)
     return None
+
+
+def files_of_plans(folder: Path, start: str) -> list[Path]:
+    """The JSON files in `folder` whose names begin with `start`; none where it cannot be looked into, for
+    which it warns once."""
+    if is_missing(folder):
+        return []
+    try:
+        return sorted(
+            folder / name
+            for name in os.listdir(folder)
+            if name.startswith(start) and name.endswith(".json")
+        )
+    except OSError as error:
+        _tell(folder, f"folder of plans: {type(error).__name__}: {error}")
+        return []
+
+
+def is_missing(path: Path) -> bool:
+    """Whether nothing is there; what cannot be asked about, a loop of links too, is."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
+def _tell(path: Path, problem: str) -> None:
+    if (str(path), problem) in _told:
+        return
+    _told.add((str(path), problem))
+    warn(
+        logger,
+        "tune-cache",
+        "tuned plans are not used, buckets run by table or default: %s: %s",
+        path,
+        problem,
+    )

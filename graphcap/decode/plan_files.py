@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,6 +23,9 @@ from graphcap.report import write_json
 FORMAT = "graphcap plans 1"
 
 _TOO_LARGE = 2**31  # no count of rows or tokens, and no time of a step in ms, is
+
+_LARGEST_FILE = 2**24
+"""Bytes; a plan is about one thousand."""
 
 TABLES = Path(__file__).resolve().parent.parent / "tuning" / "tables"
 """Tables that come with graphcap, one for each device and shape."""
@@ -136,9 +140,16 @@ def _check(bucket: TunedBucket) -> None:
 
 def read_plans(path: Path) -> PlanFile:
     """Raises:
-    InputError: the file cannot be read, or is no file of plans.
+    InputError: there is no such file, it cannot be read, or is no file of plans.
     """
     try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait for whoever writes into it
+            raise InputError("file of plans: expected a file, found a folder, a pipe or a device")
+        if found.st_size > _LARGEST_FILE:
+            raise InputError(
+                f"file of plans: expected at most {_LARGEST_FILE} bytes, found {found.st_size}"
+            )
         return PlanFile.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"file of plans: {type(error).__name__}: {error}") from error

@@ -106,7 +106,7 @@ def _check_triton(kind: str, fields: Mapping[str, int]) -> None:
     sides = {name: value for name, value in fields.items() if name in _SIDES}
     for name, value in sides.items():
         least = 16 if _DEEP.get(kind) == name else 1
-        if value < least or value & (value - 1):
+        if isinstance(value, bool) or value < least or value & (value - 1):
             at_least = f" of at least {least}" if least > 1 else ""
             raise TypeError(f"{name} of {what}: expected a power of two{at_least}, found {value}")
     elements = math.prod(sides.values())

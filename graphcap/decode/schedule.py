@@ -7,6 +7,7 @@ nothing can be tuned inside a capture.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from graphcap.decode.plan_key import ExpertSizes, PlanKey, differences
 from graphcap.decode.weights import ModelWeights
 from graphcap.errors import InputError
 from graphcap.moe.kernels import ExpertKernels
+from graphcap.pool import BufferPool
 
 SCHEDULES = ("auto", "fused", "plain")
 
@@ -110,6 +112,7 @@ class Schedule:
             raise InputError(f"plans go with schedule 'fused', found schedule {name!r}")
         self.name = name
         self._weights = weights
+        self._kernels = kernels
         self._plans = default_plan if plans is None else plans
         self._capacity = cache.blocks_per_sequence * cache.block_size
         self._choices: dict[int, PlanChoice] = {}
@@ -136,14 +139,30 @@ class Schedule:
         return self.name == "fused"
 
     def choice(self, rows: int) -> PlanChoice:
-        """How a bucket of `rows` runs; the same at every call."""
+        """How a bucket of `rows` runs; the same at every call, but where its plan could not run."""
         if rows not in self._choices:
             self._choices[rows] = self._choose(rows)
-        return self._choices[rows]
+        choice = self._choices[rows]
+        if self._experts is not None and choice.experts is not (own := self._experts.choice(rows)):
+            choice = self._choices[rows] = replace(choice, experts=own)  # theirs could not run
+        return choice
 
     def experts(self, rows: int) -> ExpertKernels | None:
         """On which kernels the routed experts of a plain bucket run; None: on those without a plan."""
         return None if self._experts is None else self._experts.kernels(rows)
+
+    def run_experts(
+        self, rows: int, pool: BufferPool, launch: Callable[[ExpertKernels], None]
+    ) -> None:
+        """`launch` the routed experts of a layer of a plain bucket; see `ExpertPlans.run`."""
+        if self._experts is None:
+            launch(self._kernels.experts)
+            return
+        self._experts.run(rows, pool, launch)
+
+    def give_up(self, rows: int, why: str) -> None:
+        """The plan of `rows` cannot run: from here on the bucket is a plain one."""
+        self._choices[rows] = self.choice(rows).failed(why)
 
     def _choose(self, rows: int) -> PlanChoice:
         if self.name == "plain":

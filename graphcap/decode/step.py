@@ -14,7 +14,8 @@ import torch
 
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.delta_net import DeltaNet
-from graphcap.decode.fused_layer import fused_layers
+from graphcap.decode.first_run import first_run
+from graphcap.decode.fused_layer import FusedLayers, fused_layers
 from graphcap.decode.kernels import DecodeKernels
 from graphcap.decode.rotary import rotary_table
 from graphcap.decode.schedule import PlanChoice, Plans, Schedule
@@ -141,6 +142,7 @@ class DecodeStep:
         self._ranges = ranges
         self._experts = self._make_experts(kernels.experts)
         self._planned_experts: dict[int, list[RoutedExperts | None]] = {}
+        self._ran: set[int] = set()
         self._schedule = Schedule(schedule, weights, cache, kernels, plans, tune_cache)
         self._fused = fused_layers(
             self._schedule, weights, cache, kernels, pool, self._make_experts, self.cos_sin
@@ -152,10 +154,9 @@ class DecodeStep:
         """By which plan a bucket of `rows` runs, and why."""
         return self._schedule.choice(rows)
 
-    def _experts_of(self, rows: int) -> list[RoutedExperts | None]:
-        """Those of a plain bucket of `rows`."""
-        kernels = self._schedule.experts(rows)
-        if kernels is None or kernels is self._kernels.experts:
+    def _experts_on(self, kernels: ExpertKernels, rows: int) -> list[RoutedExperts | None]:
+        """Those of a plain bucket of `rows`, on `kernels`."""
+        if kernels is self._kernels.experts:
             return self._experts
         if rows not in self._planned_experts:
             self._planned_experts[rows] = self._make_experts(kernels)
@@ -202,31 +203,69 @@ class DecodeStep:
         pool, kernels, weights, shape = self._pool, self._kernels, self.weights, self.weights.shape
         token_ids = inputs["token_ids"]
         rows = token_ids.shape[0]
-        eps = shape.rms_norm_eps
         with pool.step():
             hidden = pool.take("hidden", (rows, shape.hidden_size), weights.dtype)
             residual = pool.take("residual", (rows, shape.hidden_size), weights.dtype)
             pool.run(kernels.embedding, token_ids, weights.embedding, residual)
             fused = self._fused(rows)
-            if fused is not None:
-                fused(hidden, residual, inputs)
-                return self._sample(hidden, inputs)
-            slots, lengths = self._bounded(inputs)
-            first = weights.layers[0].input_norm
-            pool.run(self._norm, residual, first, hidden, eps)
-            for index, layer in enumerate(weights.layers):
-                delta = self._deltas[index]
-                if delta is not None:
-                    state_slots, row_ids = inputs["state_slots"], inputs["slot_mapping"]
-                    delta(hidden, state_slots, row_ids, inputs["positions"])
-                else:
-                    self._attention(index, layer, hidden, inputs, slots, lengths)
-                pool.run(self._add_norm, hidden, residual, layer.post_norm, eps)
-                self._mlp(index, layer, hidden, inputs["slot_mapping"])
-                last = index + 1 == len(weights.layers)
-                norm = weights.final_norm if last else weights.layers[index + 1].input_norm
-                pool.run(self._add_norm, hidden, residual, norm, eps)
+            if fused is None:
+                self._plain(hidden, residual, inputs)
+            else:
+                self._by_plan(fused, hidden, residual, inputs)
             return self._sample(hidden, inputs)
+
+    def _by_plan(
+        self,
+        fused: FusedLayers,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> None:
+        """`fused`, or `_plain` from here on where that cannot run and nobody has asked for it."""
+        rows = hidden.shape[0]
+        choice = self._schedule.choice(rows)
+        if choice.source == "asked for" or rows in self._ran:
+            fused(hidden, residual, inputs)
+            return
+
+        def without() -> None:
+            embedding = self._kernels.embedding
+            self._pool.run(embedding, inputs["token_ids"], self.weights.embedding, residual)
+            self._plain(hidden, residual, inputs)
+
+        failed = first_run(
+            self._pool,
+            lambda: fused(hidden, residual, inputs),
+            without,
+            "layers",
+            rows,
+            f"{choice.source} {choice.file}".strip(),
+        )
+        if failed is None:
+            self._ran.add(rows)
+        else:
+            self._schedule.give_up(rows, failed)
+
+    def _plain(
+        self, hidden: torch.Tensor, residual: torch.Tensor, inputs: Mapping[str, torch.Tensor]
+    ) -> None:
+        """residual (M, H), the embedded tokens -> hidden (M, H), the normed output of the last layer."""
+        pool, weights, eps = self._pool, self.weights, self.weights.shape.rms_norm_eps
+        slots, lengths = self._bounded(inputs)
+        first = weights.layers[0].input_norm
+        pool.run(self._norm, residual, first, hidden, eps)
+        for index, layer in enumerate(weights.layers):
+            delta = self._deltas[index]
+            if delta is not None:
+                state_slots, row_ids = inputs["state_slots"], inputs["slot_mapping"]
+                delta(hidden, state_slots, row_ids, inputs["positions"])
+            else:
+                self._attention(index, layer, hidden, inputs, slots, lengths)
+            pool.run(self._add_norm, hidden, residual, layer.post_norm, eps)
+            self._mlp(index, layer, hidden, inputs["slot_mapping"])
+            last = index + 1 == len(weights.layers)
+            norm = weights.final_norm if last else weights.layers[index + 1].input_norm
+            pool.run(self._add_norm, hidden, residual, norm, eps)
 
     def _sample(
         self, hidden: torch.Tensor, inputs: Mapping[str, torch.Tensor]
@@ -339,14 +378,8 @@ class DecodeStep:
     ) -> None:
         """hidden (M, H), normed -> what the MLP adds to the residual."""
         pool, kernels = self._pool, self._kernels
-        experts = self._experts_of(hidden.shape[0])[index]
-        if experts is not None:
-            shared = self._shared[index]
-            if shared is None:
-                experts(hidden, row_ids, out=hidden)
-            else:
-                experts(hidden, row_ids, out=hidden, residual=shared(hidden))
-                pool.release("shared_expert")
+        if self._experts[index] is not None:
+            self._routed(index, hidden, row_ids)
             return
         dense = layer.mlp
         assert isinstance(dense, DenseWeights)
@@ -358,6 +391,20 @@ class DecodeStep:
         pool.release("gate_up")
         pool.run(kernels.linear, gated, dense.down, None, hidden)
         pool.release("gated")
+
+    def _routed(self, index: int, hidden: torch.Tensor, row_ids: torch.Tensor) -> None:
+        """`_mlp` of a layer with routed experts."""
+        pool, rows, shared = self._pool, hidden.shape[0], self._shared[index]
+        residual = None if shared is None else shared(hidden)
+
+        def launch(kernels: ExpertKernels) -> None:
+            experts = self._experts_on(kernels, rows)[index]
+            assert experts is not None
+            experts(hidden, row_ids, out=hidden, residual=residual)
+
+        self._schedule.run_experts(rows, pool, launch)
+        if shared is not None:
+            pool.release("shared_expert")
 
 
 def _copy(source: torch.Tensor, out: torch.Tensor) -> None:

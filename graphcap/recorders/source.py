@@ -30,6 +30,7 @@ _MACHINERY = (
     str(_PACKAGE / "verify"),
     str(_PACKAGE / "ring"),
     str(_PACKAGE / "inputs.py"),
+    str(_PACKAGE / "batch_check.py"),
     str(_PACKAGE / "pool.py"),
     contextlib.__file__,
     *(_TRITON.submodule_search_locations or () if _TRITON else ()),

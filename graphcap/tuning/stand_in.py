@@ -45,6 +45,11 @@ def measured_shape(shape: ModelShape, ranks: int = 1) -> ModelShape:
                 f"tensor parallelism over {ranks} ranks: expected {field} to be a multiple of {ranks}, "
                 f"found {size} in {shape.name}; give a number of ranks that divides it"
             )
+    if shape.num_kv_heads % ranks and ranks % shape.num_kv_heads:
+        raise InputError(
+            f"tensor parallelism over {ranks} ranks: expected num_kv_heads to be a multiple or a divisor of "
+            f"{ranks}, found {shape.num_kv_heads} in {shape.name}; give another number of ranks"
+        )
     share = {field: getattr(shape, field) // ranks for field in divided}
     # Ranks beyond the heads of keys and values have copies of them.
     share["num_kv_heads"] = max(1, shape.num_kv_heads // ranks)

@@ -125,6 +125,18 @@ def test_a_plan_without_tiles_for_experts_is_passed_over(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("h200")
+def test_who_has_tuned_is_not_told_to_tune(tmp_path: Path) -> None:
+    shape = replace(SEED, top_k=4)  # the table has none of these
+    file = file_of(bucket(8, plan=LayerPlan("plain")), shape=shape)
+    file.write(tmp_path / file.key.file_name)
+    found = plans(file.key.experts)
+    assert (found.choice(8).source, found.choice(8).plan.layers) == ("default", "apart")
+    assert "plain ones were the fastest" in found.choice(8).why
+    assert "graphcap tune" not in found.choice(8).why
+    assert "no tuned plan serves this batch; graphcap tune finds one" in found.choice(16).why
+
+
+@pytest.mark.usefixtures("h200")
 def test_files_for_other_experts_are_left_alone_in_silence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

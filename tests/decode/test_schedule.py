@@ -172,7 +172,7 @@ def test_a_cache_that_cannot_be_used_is_warned_about_and_not_used(
     if kind == "a folder":
         path.unlink()
         path.mkdir()
-        told = "IsADirectoryError"
+        told = "expected a file, found a folder"
     elif kind == "no JSON":
         path.write_text('{"format": "graphcap pl')
         told = "JSONDecodeError"

@@ -53,3 +53,13 @@ def test_a_rank_has_its_share(ranks: int, heads: int, kv_heads: int, inner: int)
 def test_what_cannot_be_divided_is_refused(changes: dict[str, int], ranks: int, field: str) -> None:
     with pytest.raises(InputError, match=f"expected {field} to be a multiple of {ranks}"):
         measured_shape(replace(SEED, **changes), ranks)
+
+
+@pytest.mark.parametrize(("kv_heads", "ranks"), [(6, 4), (3, 2), (4, 6)])
+def test_heads_of_keys_that_are_neither_shared_out_nor_copied_evenly_are_refused(
+    kv_heads: int, ranks: int
+) -> None:
+    """vLLM starts no engine with them."""
+    shape = replace(SEED, num_heads=24, num_kv_heads=kv_heads, moe_intermediate_size=768)
+    with pytest.raises(InputError, match=f"num_kv_heads to be a multiple or a divisor of {ranks}"):
+        measured_shape(shape, ranks)

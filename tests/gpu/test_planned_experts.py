@@ -10,10 +10,19 @@ pytest.importorskip("triton", minversion="3.2")
 from graphcap.cuda import source
 from graphcap.decode.expert_plans import ExpertPlans
 from graphcap.decode.kernels import decode_kernels
-from graphcap.decode.plan_key import ExpertSizes
+from graphcap.decode.layer_plan import LayerPlan
+from graphcap.decode.plan_files import PlanFile, TunedBucket
+from graphcap.decode.plan_key import (
+    DIMENSIONS,
+    ExpertSizes,
+    PlanKey,
+    kernels_digest,
+    versions_here,
+)
 from graphcap.hosts.vllm import ahead
 from graphcap.moe.experts import RoutedExperts
 from graphcap.moe.kernels import Backend
+from graphcap.moe.kernels.triton_gemm import Tile
 from graphcap.pool import BufferPool
 
 BF16 = torch.bfloat16
@@ -140,3 +149,60 @@ def test_all_of_them_are_compiled_ahead_with_the_weights_of_one_expert(device) -
         assert source.function.cache_info().currsize == 1
     ahead.our_experts(found, [2, 16, 64], True, device, shapes, BF16, 8)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("kernel", ["gated_gemm", "down_gemm"])
+def test_a_plan_that_wants_more_shared_memory_than_there_is_costs_itself_alone(
+    device, kernel: str, tmp_path, caplog
+) -> None:
+    """Warmed up and captured all the same, on the kernels without a plan, bit for bit."""
+    dimensions = dict(zip(ExpertSizes._fields, RULE, strict=True))
+    key = PlanKey(
+        torch.cuda.get_device_name(device),
+        tuple((name, dimensions.get(name, 7)) for name in DIMENSIONS),
+        "bfloat16",
+    )
+    plan = LayerPlan("apart", tiles={kernel: Tile(256, 256, 8, 6)}, block=128)
+    file = PlanFile(key, "too large", kernels_digest(), versions_here(), ())
+    file.with_buckets([TunedBucket(64, 256, plan, 1.0)]).write(tmp_path / key.file_name)
+    found = plans(RULE, device)
+    assert found.choice(64).source == "cache"
+    size, experts, top_k, inner = RULE
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, device=device) * shape[-1] ** -0.5).to(BF16)
+
+    weights = (
+        normal(experts, size),
+        normal(experts, 2 * inner, size),
+        normal(experts, size, inner),
+    )
+    hidden, row_ids = normal(64, size), torch.arange(64, device=device)
+    pool = BufferPool(device)
+
+    def layer(kernels, out: torch.Tensor) -> None:
+        with pool.step():
+            RoutedExperts(kernels, pool, *weights, top_k=top_k, renormalize=True)(
+                hidden, row_ids, out
+            )
+
+    def run(out: torch.Tensor) -> None:
+        with pool.step():
+            found.run(64, pool, lambda kernels: layer(kernels, out))
+
+    expected, out = torch.empty_like(hidden), torch.full_like(hidden, float("nan"))
+    layer(decode_kernels(Backend("triton", "tests")).experts, expected)
+    run(out)
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
+    assert found.choice(64).source == "failed"
+    assert "OutOfResources" in found.choice(64).why
+    assert caplog.text.count("experts of 64 rows run without a plan") == 1
+    pool.freeze()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(out)
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)

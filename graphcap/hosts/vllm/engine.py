@@ -20,6 +20,7 @@ from graphcap.errors import StaleRecordingError, anchor_in
 from graphcap.explain import warn
 from graphcap.hosts.vllm.cache_places import cache_places, caches_of, watched_of
 from graphcap.hosts.vllm.choice import Choice
+from graphcap.hosts.vllm.common_plans import with_common_plans
 from graphcap.hosts.vllm.experts import PooledExperts, not_shown
 from graphcap.hosts.vllm.inputs import EngineInputs
 from graphcap.hosts.vllm.ranks import (
@@ -80,7 +81,8 @@ class EngineCapture:
         self._recorder = common_recorder(settings.recorder, device)
         self._hybrid = bool(getattr(vllm_config.model_config, "is_hybrid", False))
         why_not = not_shown(self._hybrid, self._recorder.name, settings, device)
-        self.experts = PooledExperts(self.pool, settings, device, why_not)
+        plans = with_common_plans(settings, device)
+        self.experts = PooledExperts(self.pool, plans, device, why_not)
         self.reporter = Reporter(choice, settings, vllm_config)
         self.failed: str | None = None
         self._watched_kinds: set[str] = set()

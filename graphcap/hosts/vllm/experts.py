@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from graphcap.decode.expert_plans import ExpertPlans
-from graphcap.decode.kernels import decode_kernels
+from graphcap.decode.kernels import FusedLayerKernels, decode_kernels
 from graphcap.decode.plan_choice import PlanChoice
 from graphcap.decode.plan_key import ExpertSizes
 from graphcap.errors import BackendError
@@ -40,6 +40,7 @@ class _ThreadState(threading.local):
 
 
 _state = _ThreadState()
+_told: set[str] = set()
 
 
 class PooledExperts:
@@ -52,7 +53,8 @@ class PooledExperts:
         kernels: graphcap's; None: layers stay on vLLM's kernels, `why` says why.
         layers: what each layer that a step reached runs on, with the reason, counted.
         plans: by which plan the layers of a batch of so many tokens run, and why; filled as batches come.
-            Where a model has experts of several sizes it is that of the layer which came last.
+            Where a model has experts of several sizes it is that of the layer which came last;
+            `plans_by_title` has those of each.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class PooledExperts:
         self.kernels: ExpertKernels | None = None
         self.layers: Counter[str] = Counter()
         self.plans: dict[int, PlanChoice] = {}
+        self.plans_by_title: dict[str, dict[int, PlanChoice]] = {}
         self._plans: PlansOfLayers | None = None
         self._seen: set[int] = set()
         self._ranges = nvtx_ranges(settings)
@@ -114,23 +117,28 @@ class PooledExperts:
         """
         routed = runner.routed_experts
         assert self._plans is not None
-        rows, kernels = hidden.shape[0], self._plans.kernels
-        if hidden.is_contiguous():
-            plans = self._plans.of(routed)
-            self.plans[rows] = plans.choice(rows)
-            kernels = plans.kernels(rows)
-        experts = RoutedExperts(
-            kernels,
-            self.pool,
-            runner.gate.weight,
-            routed.w13_weight,
-            routed.w2_weight,
-            top_k=routed.top_k,
-            renormalize=bool(routed.renormalize),
-            ranges=self._ranges,
-        )
-        out = torch.empty_like(hidden)
-        experts(hidden, slots[: hidden.shape[0]], out)
+        rows, out = hidden.shape[0], torch.empty_like(hidden)
+
+        def launch(kernels: ExpertKernels) -> None:
+            experts = RoutedExperts(
+                kernels,
+                self.pool,
+                runner.gate.weight,
+                routed.w13_weight,
+                routed.w2_weight,
+                top_k=routed.top_k,
+                renormalize=bool(routed.renormalize),
+                ranges=self._ranges,
+            )
+            experts(hidden, slots[:rows], out)
+
+        if not hidden.is_contiguous():
+            launch(self._plans.kernels)
+            return out
+        plans = self._plans.of(routed)
+        plans.run(rows, self.pool, launch)
+        choice = self.plans[rows] = plans.choice(rows)
+        self.plans_by_title.setdefault(plans.title, {})[rows] = choice
         return out
 
 
@@ -160,9 +168,26 @@ class PlansOfLayers:
         sizes = ExpertSizes(width, experts, int(routed.top_k), inner)
         key = sizes, w2.dtype
         if key not in self._made:
-            fused = decode_kernels(self._backend).fused if self._wanted else None
-            self._made[key] = ExpertPlans(self.kernels, fused, *key, self._device, self._folder)
+            self._made[key] = ExpertPlans(
+                self.kernels, self._fused(), *key, self._device, self._folder
+            )
         return self._made[key]
+
+    def _fused(self) -> FusedLayerKernels | None:
+        """What plans need besides; None where nobody wants them, or it cannot be had, which is told once."""
+        if not self._wanted:
+            return None
+        try:
+            return decode_kernels(self._backend).fused
+        except (
+            Exception
+        ) as error:  # kernels of whole layers use more of Triton than those of experts
+            self._wanted = False
+            why = f"{type(error).__name__}: {error}"
+            if why not in _told:
+                _told.add(why)
+                warn(logger, "plan-failed", "experts run without plans: %s", why)
+            return None
 
 
 def not_shown(hybrid: bool, recorder: str, settings: Settings, device: torch.device) -> str | None:

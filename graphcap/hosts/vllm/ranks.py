@@ -38,6 +38,11 @@ def agreed(mine: bool) -> bool:
     return bool(_lowest(int(mine)))
 
 
+def same(mine: int) -> bool:
+    """Whether all ranks have this number, of at most 31 bits. Every rank must come here."""
+    return _lowest(mine) == -_lowest(-mine)
+
+
 def _lowest(mine: int) -> int:
     group = _group()
     if group is None or group.world_size == 1:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from graphcap.decode.plan_choice import PlanChoice
 from graphcap.decode.plan_json import plan_to_json
 from graphcap.explain import warn
 from graphcap.hosts.vllm.choice import Choice
@@ -137,13 +138,9 @@ class Reporter:
             "breaks": sum(breaks(reports["decode"]).values()),
             "moe_layers": dict(engine.experts.layers),
             "kernels": [asdict(choice) for choice in engine.experts.choices()],
-            "expert_plans": {
-                str(rows): {
-                    "source": choice.source,
-                    "why": choice.why,
-                    "plan": plan_to_json(choice.plan),
-                }
-                for rows, choice in sorted(engine.experts.plans.items())
+            "expert_plans": _plain_plans(engine.experts.plans),
+            "expert_plans_by_size": {
+                title: _plain_plans(plans) for title, plans in engine.experts.plans_by_title.items()
             },
             "pool_bytes": engine.pool.nbytes,
             "fallbacks": dict(self.fallbacks),
@@ -163,19 +160,40 @@ class Reporter:
             )
 
 
+_BY = {"default": "by rule", "failed": "without a plan, theirs failed (see the WARNING),"}
+
+
 def lines_of_plans(experts: PooledExperts) -> list[str]:
     """Where the plans of the experts come from, and what of them cannot be had here."""
+    by_title = experts.plans_by_title
+    if len(by_title) < 2:
+        return _lines("experts", experts.plans)
+    return [line for title, plans in by_title.items() for line in _lines(title, plans)]
+
+
+def _lines(whose: str, plans: Mapping[int, PlanChoice]) -> list[str]:
     by_source: dict[str, list[str]] = {}
     lacking: list[str] = []
-    for rows, choice in sorted(experts.plans.items()):
+    for rows, choice in sorted(plans.items()):
         if choice.source == "not supported":
             continue
-        what = "by rule" if choice.source == "default" else f"by {choice.source} {choice.file}"
+        what = _BY.get(choice.source, f"by {choice.source} {choice.file}")
         by_source.setdefault(what, []).append(str(rows))
         if choice.lacks:
-            lacking.append(f"experts at batch {rows}: {choice.lacks}")
-    found = [f"experts {what} at batch {', '.join(sizes)}" for what, sizes in by_source.items()]
+            lacking.append(f"{whose} at batch {rows}: {choice.lacks}")
+    found = [f"{whose} {what} at batch {', '.join(sizes)}" for what, sizes in by_source.items()]
     return [*found, *lacking]
+
+
+def _plain_plans(plans: Mapping[int, PlanChoice]) -> dict[str, Any]:
+    return {
+        str(rows): {
+            "source": choice.source,
+            "why": choice.why,
+            "plan": plan_to_json(choice.plan),
+        }
+        for rows, choice in sorted(plans.items())
+    }
 
 
 def breaks(report: CaptureReport) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,15 +15,19 @@ pytest.importorskip("triton", minversion="3.0")
 
 from graphcap.cuda import source
 from graphcap.decode import expert_plans
+from graphcap.decode.kernels import decode_kernels
 from graphcap.decode.layer_plan import LayerPlan
 from graphcap.decode.plan_choice import PlanChoice
 from graphcap.decode.plan_files import PlanFile, TunedBucket
 from graphcap.decode.plan_key import DIMENSIONS, PlanKey, kernels_digest, versions_here
 from graphcap.errors import BackendError
+from graphcap.hosts.vllm import experts as vllm_experts
 from graphcap.hosts.vllm.choice import Choice
 from graphcap.hosts.vllm.experts import PooledExperts
 from graphcap.hosts.vllm.reporting import Reporter, lines_of_plans
+from graphcap.moe.kernels import Backend
 from graphcap.moe.kernels.triton_gemm import Tile
+from graphcap.operations import Operation
 from graphcap.pool import BufferPool
 from graphcap.settings import Settings
 
@@ -58,17 +63,17 @@ def tuned(tmp_path: Path) -> Path:
 class Layer:
     """What graphcap reads of vLLM's runner of a layer, with random weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = EXPERTS) -> None:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape) / shape[-1] ** 0.5
 
         self.routed_experts = SimpleNamespace(
-            w13_weight=normal(EXPERTS, 2 * INNER, HIDDEN),
-            w2_weight=normal(EXPERTS, HIDDEN, INNER),
+            w13_weight=normal(experts, 2 * INNER, HIDDEN),
+            w2_weight=normal(experts, HIDDEN, INNER),
             top_k=TOP_K,
             renormalize=True,
         )
-        self.gate = SimpleNamespace(weight=3 * normal(EXPERTS, HIDDEN))
+        self.gate = SimpleNamespace(weight=3 * normal(experts, HIDDEN))
 
     def expected(self, hidden: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(hidden.shape, dtype=torch.float64)
@@ -96,10 +101,12 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def run_layer(experts: PooledExperts, rows: int = 4, gap: bool = False) -> None:
+def run_layer(
+    experts: PooledExperts, rows: int = 4, gap: bool = False, layer: Layer | None = None
+) -> None:
     """One layer beside float64, a row of padding among the rows."""
     torch.manual_seed(torch.initial_seed() % 2**31)
-    layer = Layer()
+    layer = Layer() if layer is None else layer
     hidden = torch.randn(2 * rows, HIDDEN)[::2] if gap else torch.randn(rows, HIDDEN)
     slots = torch.arange(rows)
     if rows > 1:
@@ -147,6 +154,61 @@ def test_plain_means_without_plans(tuned: Path, ran: list[str]) -> None:
     assert lines_of_plans(experts) == []
 
 
+def test_a_plan_that_cannot_run_costs_neither_the_engine_nor_the_bucket(
+    tuned: Path,
+    ran: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its tiles are legal, and want more shared memory than there is."""
+    kernels = decode_kernels(Backend("triton", "tests"))
+    assert kernels.fused is not None
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("out of resource: shared memory")
+
+    fused = replace(kernels.fused, gated_gemm=Operation("fused_moe w1", "too large", refuse))
+    monkeypatch.setattr(
+        vllm_experts, "decode_kernels", lambda backend: replace(kernels, fused=fused)
+    )
+    experts = pooled(tuned)
+    for _ in range(2):
+        run_layer(experts)
+    assert ran.count("too large") == 1
+    assert ran[-1] == "triton: merge"
+    assert experts.plans[4].source == "failed"
+    assert caplog.text.count("experts of 4 rows run without a plan") == 1
+    assert str(next(tuned.iterdir())) in caplog.text
+    assert lines_of_plans(experts) == [
+        "experts without a plan, theirs failed (see the WARNING), at batch 4"
+    ]
+    experts.pool.freeze()
+    run_layer(experts)
+
+
+def test_kernels_of_plans_that_cannot_be_imported_leave_the_experts_without(
+    tuned: Path,
+    ran: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As with a Triton that has what experts need, and not what attention does."""
+
+    def broken(backend: Backend) -> None:
+        raise AttributeError("module 'triton.language' has no attribute 'gather'")
+
+    monkeypatch.setattr(vllm_experts, "decode_kernels", broken)
+    monkeypatch.setattr(vllm_experts, "_told", set())
+    run_layer(pooled(tuned))  # as the threads that compile ahead have their own
+    experts = pooled(tuned)
+    ran.clear()
+    run_layer(experts)
+    assert ran[0] == "triton: router_gemm"
+    assert experts.plans[4].source == "not supported"
+    assert caplog.text.count("experts run without plans: AttributeError") == 1
+    assert "graphcap explain plan-failed" in caplog.text
+
+
 def test_rows_with_gaps_run_without_a_plan(tuned: Path, ran: list[str]) -> None:
     """A projection of a plan takes contiguous tensors; the kernels without one take rows with gaps."""
     experts = pooled(tuned)
@@ -187,6 +249,8 @@ def test_what_is_told(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report: Any = SimpleNamespace(recorder="cuda", census=None, to_json=dict)
     plain = reporter._plain(engine, {"decode": report}, ())["expert_plans"]
     assert plain["4"]["source"] == "cache"
+    by_size = reporter._plain(engine, {"decode": report}, ())["expert_plans_by_size"]
+    assert by_size["8 experts of 32 x 16, top-2, float32"]["4"] == plain["4"]
     assert plain["4"]["plan"]["tiles"]["gated_gemm"] == {
         "tile": "Tile",
         "n": 16,
@@ -194,6 +258,19 @@ def test_what_is_told(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "warps": 4,
         "stages": 2,
     }
+
+
+def test_layers_of_several_sizes_are_told_apart(tuned: Path) -> None:
+    """A plan of one does not hide what is said of another."""
+    experts = pooled(tuned)
+    run_layer(experts)
+    run_layer(experts, layer=Layer(12))
+    run_layer(experts, rows=3, layer=Layer(12))
+    path = next(tuned.iterdir())
+    assert lines_of_plans(experts) == [
+        f"8 experts of 32 x 16, top-2, float32 by cache {path} at batch 4",
+        "12 experts of 32 x 16, top-2, float32 by rule at batch 3, 4",
+    ]
 
 
 def test_kernels_that_are_held_are_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,9 @@ def captured(path: Path | None, rank: int = 0) -> Reporter:
     sys.modules.setdefault("vllm", types.SimpleNamespace(__version__="0.0"))  # type: ignore[arg-type]
     config = types.SimpleNamespace(parallel_config=types.SimpleNamespace(rank=rank))
     reporter = Reporter(CHOICE, Settings(report=path), config)
-    experts: Any = types.SimpleNamespace(layers={"pooled": 2}, choices=lambda: (), plans={})
+    experts: Any = types.SimpleNamespace(
+        layers={"pooled": 2}, choices=lambda: (), plans={}, plans_by_title={}
+    )
     engine: Any = types.SimpleNamespace(
         pool=types.SimpleNamespace(nbytes=7), failed=None, experts=experts
     )
