@@ -51,6 +51,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --model: vLLM's option of that name",
     )
+    asked.add_argument(
+        "engine_options",
+        nargs="*",
+        metavar="-- OPTION",
+        help="with --model, after two dashes: what else vllm serve is given, such as "
+        "-- --tensor-parallel-size 2",
+    )
 
 
 def is_asked(options: argparse.Namespace) -> bool:
@@ -62,6 +69,11 @@ def is_asked(options: argparse.Namespace) -> bool:
     for given, name, needed in (
         (options.model is not None and not options.vllm, "--model", "--vllm"),
         (options.max_num_seqs and options.model is None, "--max-num-seqs", "--model"),
+        (
+            options.engine_options and options.model is None,
+            " ".join(options.engine_options),
+            "--model",
+        ),
     ):
         if given:
             raise InputError(f"{name} belongs to {needed}; see graphcap doctor --help")
@@ -75,7 +87,10 @@ def has_vllm() -> bool:
 
 
 def run(options: argparse.Namespace) -> int:
-    found = _examine(options.model, options.max_num_seqs)
+    given = list(options.engine_options)
+    if options.max_num_seqs is not None:
+        given.append(f"--max-num-seqs={options.max_num_seqs}")
+    found = _examine(options.model, given)
     takes = not found.why_not
     what = f"the decode step of {options.model}" if options.model else "an engine here"
     if takes:
@@ -124,7 +139,7 @@ class _Found:
     log: list[str] = field(default_factory=list)
 
 
-def _examine(model: str | None, max_num_seqs: int | None) -> _Found:
+def _examine(model: str | None, given: list[str]) -> _Found:
     from graphcap import __version__
     from graphcap.settings import Settings, misspelt
 
@@ -152,7 +167,7 @@ def _examine(model: str | None, max_num_seqs: int | None) -> _Found:
     found.machine["GRAPHCAP"] = switch
     if has_vllm() and settings_are_good:
         with progress_bar("asking vLLM"):
-            _ask(found, model, max_num_seqs)
+            _ask(found, model, given)
         _describe(found)
     return found
 
@@ -191,11 +206,11 @@ def _let_through(why_not: list[str]) -> str:
     return f"{text}: graphcap does not load"
 
 
-def _ask(found: _Found, model: str | None, max_num_seqs: int | None) -> None:
-    """Have another process import vLLM and look; fills `found`."""
+def _ask(found: _Found, model: str | None, given: list[str]) -> None:
+    """Have another process import vLLM and look; fills `found`. `given` are options of an engine."""
     asked = [f"--model={model}"] if model else []  # which may begin with a dash
-    if max_num_seqs is not None:
-        asked.append(f"--max-num-seqs={max_num_seqs}")
+    if given:
+        asked.append(f"--given={json.dumps(given)}")
     with tempfile.TemporaryDirectory(prefix="graphcap-doctor-") as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"
         with log.open("w") as output:

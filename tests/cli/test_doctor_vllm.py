@@ -77,6 +77,8 @@ def test_vllm_is_left_alone_without_the_option(capsys):
     [
         (["--model", "any"], "--model belongs to --vllm"),
         (["--vllm", "--max-num-seqs", "4"], "--max-num-seqs belongs to --model"),
+        (["--vllm", "--", "--enable-lora"], "--enable-lora belongs to --model"),
+        (["something"], "something belongs to --model"),
     ],
 )
 def test_options_without_the_one_they_belong_to(capsys, arguments, needed):
@@ -257,6 +259,13 @@ def on_oldest(folders: dict[str, str]) -> dict[str, Any]:
             ["--json", "--model", "/no/such/model"],
             {"VLLM_PLUGINS": "graphcap_test_platform,other"},
         ),
+        "served": (
+            ["--model", folders["qwen3_moe"], "--", "--max-model-len", "64", "--port", "8001"],
+            {"GRAPHCAP": "1"},
+        ),
+        "two ranks": (["--model", folders["qwen3_moe"], "--", "-tp", "2"], {}),
+        "lora": (["--model", folders["qwen3_moe"], "--", "--enable-lora"], {}),
+        "refused": (["--model", folders["qwen3_moe"], "--", "--max-num-seqs", "many"], {}),
         "no device": ([], {n: "none" for n in PRETEND_H200 if n != "CUDA_VISIBLE_DEVICES"}),
     }
     return ask(lambda: wheel_environment(WHEELS[0]), cases, PRETEND_H200)
@@ -312,6 +321,26 @@ def test_a_model_that_is_left_to_vllm(on_oldest):
     assert "leave it to vLLM: a pooling model" in " ".join(printed.split())
     assert last_line(printed).startswith("graphcap does not take the decode step of ")
     assert last_line(printed).endswith(": a pooling model")
+
+
+def test_options_of_the_engine_are_asked_about(on_oldest):
+    code, printed = on_oldest["served"]
+    assert code == 0
+    assert "no options of an engine, left out: --port 8001" in " ".join(printed.split())
+    code, printed = on_oldest["lora"]
+    assert code == 1
+    assert last_line(printed).endswith(": LoRA adapters")
+
+
+def test_an_option_that_vllm_refuses_is_told_in_its_words(on_oldest):
+    code, printed = on_oldest["two ranks"]  # on a machine with one card
+    assert code == 1
+    assert "World size (2) is larger than the number of available GPUs" in last_line(printed)
+    code, printed = on_oldest["refused"]
+    assert code == 1
+    assert "vLLM makes no configuration for" in last_line(printed)
+    assert "--max-num-seqs" in last_line(printed)
+    assert "many" in last_line(printed)
 
 
 def test_kept_out_by_vllm_plugins_and_a_model_that_is_not_there(on_oldest):

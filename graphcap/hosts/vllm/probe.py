@@ -8,6 +8,8 @@ question is what the plugin would do.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import re
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from graphcap.errors import InputError
 from graphcap.hosts.vllm import plugin, versions
 from graphcap.settings import Settings
 
@@ -23,14 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("result", type=Path)
     parser.add_argument("--model")
-    parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--given", type=json.loads, default=[])
     options = parser.parse_args(arguments)
-    found = look(options.model, options.max_num_seqs)
+    found = look(options.model, options.given)
     options.result.write_text(json.dumps(found))
 
 
-def look(model: str | None = None, max_num_seqs: int | None = None) -> dict[str, Any]:
-    """What is there, what the plugin did with it, and, for a `model`, what it would choose.
+def look(model: str | None = None, given: Sequence[str] = ()) -> dict[str, Any]:
+    """What is there, what the plugin did with it, and, for a `model` with the options `given`, what it
+    would choose.
 
     Keys that could not be reached are missing; ``why_not`` (a list) and ``warnings`` say why.
     """
@@ -78,7 +82,8 @@ def look(model: str | None = None, max_num_seqs: int | None = None) -> dict[str,
             f"takes the decode step' of its log says what was chosen"
         )
     elif model is not None:
-        found["model"] = _choice_for(model, max_num_seqs)
+        found["model"] = _choice_for(model, given)
+        found["warnings"] += found["model"].pop("warnings", [])
         found["why_not"] += found["model"]["why_not"]
     return found
 
@@ -149,16 +154,15 @@ def _recorder_and_kernels(found: dict[str, Any], v0: bool) -> dict[str, Any]:
     return {"recorder": recorder, "kernels": kernels}
 
 
-def _choice_for(model: str, max_num_seqs: int | None) -> dict[str, Any]:
-    """What the plugin makes of the configuration that ``vllm serve model`` would run with."""
-    from vllm.engine.arg_utils import EngineArgs
+def _choice_for(model: str, given: Sequence[str]) -> dict[str, Any]:
+    """What the plugin makes of the configuration that ``vllm serve model`` would run with, `given` these
+    options. Those that are the server's and not the engine's change nothing, which a warning says."""
     from vllm.usage.usage_lib import UsageContext
 
     from graphcap.hosts.vllm.choice import Choice
 
-    given = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
     try:
-        arguments = EngineArgs(model=model, **given)
+        arguments, others = _engine_arguments(model, given)
         # Sizes that are not given depend on the use.
         config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:
@@ -167,7 +171,9 @@ def _choice_for(model: str, max_num_seqs: int | None) -> dict[str, Any]:
     if choice is None:
         return {"why_not": [f"the plugin has not seen the configuration of {model}"]}
     compilation = config.compilation_config
+    left_out = f"no options of an engine, left out: {' '.join(others)}"
     return {
+        "warnings": [left_out] if others else [],
         "why_not": list(choice.why_not),
         "choice": choice.to_plain(),
         "runner": "v2" if config.use_v2_model_runner else "v1",
@@ -176,6 +182,26 @@ def _choice_for(model: str, max_num_seqs: int | None) -> dict[str, Any]:
         "cudagraph_mode": getattr(compilation.cudagraph_mode, "name", None),
         "mode": getattr(compilation.mode, "name", None),
     }
+
+
+def _engine_arguments(model: str, given: Sequence[str]) -> tuple[Any, list[str]]:
+    """vLLM's ``EngineArgs``, and what of `given` is no option of an engine.
+
+    Raises:
+        InputError: vLLM refuses an option; says what it says.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            options, others = parser.parse_known_args([f"--model={model}", *given])
+    except SystemExit:  # what argparse does
+        last = (said.getvalue().strip().splitlines() or ["no reason"])[-1]
+        raise InputError(f"options of the engine: {last}") from None
+    return EngineArgs.from_cli_args(options), others
 
 
 def _text(error: Exception) -> str:
