@@ -13,10 +13,10 @@ import torch
 
 from graphcap.errors import StateError
 from graphcap.life import Progress, Step
+from graphcap.many_views import Many
 from graphcap.one_caller import alone
 from graphcap.recorders.base import BoundStep, Recording
 from graphcap.report import BucketStats, CaptureReport, ManagerStats
-from graphcap.ring import Many
 from graphcap.serving import Serving, checked_batch
 
 __all__ = ["CaptureManager", "Progress", "Step"]
@@ -160,9 +160,9 @@ class CaptureManager(Serving):
         due = eager is not None and self._due(served)
         served.check_outputs()
         self._fingerprint.check()
-        self.inputs.rows = rows
         if self._many is not None:
             self._many.anew()
+        self.inputs.rows = rows
         if not due or eager is None:
             recording.replay()
             self._count(served, rows, 1)
@@ -237,12 +237,14 @@ class CaptureManager(Serving):
         """Give back every recording. Idempotent; outputs of earlier runs stay readable. The report that
         capture() wrote (``GRAPHCAP_REPORT``) is written again, with what was served."""
         with self._alone("close()"):
-            if self._state != "closed":
-                if self._state == "recorded":
-                    self._write_report(self.stats())
+            if self._state == "recorded":
+                self._write_report(self.stats())
+            # In front: where an interrupt ends this call nothing serves, and the next one goes on.
+            self._steady, self._state = None, "closed"
+            if not self._given_back:
                 self._drop_recordings()
                 self.recorder.close()
-                self._state = "closed"
+                self._given_back = True
 
     def __enter__(self) -> CaptureManager:
         return self

@@ -90,13 +90,12 @@ class ManySteps:
                 continue
             try:
                 verifier.check_loop(recording, loop, size)
+                self.loops[size] = loop
             except BaseException as error:
                 loop.close()
                 if not isinstance(error, Exception):
                     raise
                 self._without(size, error)
-                continue
-            self.loops[size] = loop
         self.anew()
 
     def _without(self, size: int, error: Exception) -> None:
@@ -128,7 +127,8 @@ class ManySteps:
 
     def close(self) -> None:
         """Give back the loops; before their recordings. Idempotent."""
-        while self.loops:
-            self.loops.popitem()[1].close()
+        for size in list(self.loops):
+            self.loops[size].close()  # once more where an interrupt comes between
+            del self.loops[size]
         self.why_not, self._wide = None, None
         self.buffer.anew()

@@ -15,10 +15,10 @@ from graphcap.errors import InputError, StaleRecordingError, StateError, Verific
 from graphcap.explain import warn
 from graphcap.life import CaptureLife
 from graphcap.many import ManySteps
+from graphcap.many_views import Many
 from graphcap.output_views import OutputViews
 from graphcap.recorders.base import BoundStep, Recording
 from graphcap.recorders.source import is_out_of_memory
-from graphcap.ring import Many
 from graphcap.served import Served
 from graphcap.undo import let_go
 
@@ -72,7 +72,7 @@ class Serving(CaptureLife):
         if served is None:
             if self.settings.strict:
                 self._fallback.announce(count, reason)  # raises, before anything is launched
-            if batch or (not on and count != self.inputs.rows):
+            if batch:
                 many.anew()
             many.buffer_of(count).begin(steps, count)
             for index in range(steps):
@@ -133,7 +133,7 @@ class Serving(CaptureLife):
         self, batch: Mapping[str, torch.Tensor], count: int, reason: str
     ) -> Mapping[str, torch.Tensor]:
         self._steady = None
-        if self._many is not None and (batch or count != self.inputs.rows):
+        if batch and self._many is not None:
             self._many.anew()
         return self._fallback.run(batch, count, reason)
 
@@ -259,10 +259,10 @@ class Serving(CaptureLife):
         """Make sure that what was recorded is in place, and bring the batch in."""
         assert self._fingerprint is not None
         self._fingerprint.check()
+        if batch and self._many is not None:
+            self._many.anew()  # in front: an interrupt must not leave a new batch and who had ended before
         if batch or count != self.inputs.rows:
             self.inputs.load(batch or {}, count)
-            if self._many is not None:
-                self._many.anew()
         self._fallback.forget()
 
     def _replay(
