@@ -116,6 +116,7 @@ class CapturePhases(OneCaller):
             strict=self.settings.strict,
         )
         self._unwatched_note: str | None = None
+        self._capturer: object | None = None  # the call of capture() in progress
         self._verified = self._turns = 0  # replays that were checked; steps asked of recordings
         self._writes_report = self._warned_unverified = self._given_back = False
 
@@ -223,7 +224,7 @@ class CapturePhases(OneCaller):
             self._drop(size, Failure(reason, text))
 
     def abandon(self) -> None:
-        """Give back what an unfinished capture holds. The manager is new again."""
+        """Give back what an unfinished capture holds. The manager is new again, unless it is closed."""
         with self._alone("abandon()"):
             self._give_up()
             self._captured = self._new_capture()
@@ -310,7 +311,8 @@ class CapturePhases(OneCaller):
 
     def _give_up(self) -> None:
         self._drop_recordings()
-        self._state = "new"
+        if self._state != "closed":
+            self._state = "new"
 
     def _drop_recordings(self) -> None:
         self._steady = None
