@@ -161,7 +161,7 @@ class CaptureManager(Serving):
         served.check_outputs()
         self._fingerprint.check()
         if self._many is not None:
-            self._many.anew()
+            self._many.came(rows)
         self.inputs.rows = rows
         if not due or eager is None:
             recording.replay()

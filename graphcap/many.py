@@ -65,6 +65,13 @@ class ManySteps:
         self.buffer.anew()
         self._wide = None
 
+    def came(self, rows: int) -> None:
+        """As `anew`, in front of a step that may be the last of one of the `rows` rows: one launch where
+        rows can end."""
+        self.anew()
+        if self.ring.stop is not None:
+            self.buffer_of(rows).revive(rows)
+
     def check(self, steps: object) -> None:
         """Raises `InputError` where the ring has no room for so many `steps`."""
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:

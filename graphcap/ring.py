@@ -219,6 +219,11 @@ class RingBuffer:
         """Another batch has come: no row of it has ended."""
         self._live_rows = None
 
+    def revive(self, rows: int) -> None:
+        """All of `rows` real rows are live: one launch."""
+        torch.lt(self._numbers, rows, out=self.live)
+        self._live_rows = rows
+
     def begin(self, steps: int, rows: int) -> None:
         """The next `steps` steps, of `rows` real rows, fill the ring from its start: one launch besides
         those of `expect`."""
@@ -233,11 +238,10 @@ class RingBuffer:
             self._anew[-1:].fill_(steps)
             self._steps = steps
         known = self._live_rows
-        if known != rows:
-            if known is None or known < rows:
-                torch.lt(self._numbers, rows, out=self.live)
-            else:  # of the same batch: rows that have ended stay so
-                self.live[rows:].fill_(False)
+        if known is None or known < rows:
+            self.revive(rows)
+        elif known > rows:  # of the same batch: rows that have ended stay so
+            self.live[rows:].fill_(False)
             self._live_rows = rows
 
     @property

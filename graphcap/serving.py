@@ -53,6 +53,8 @@ class Serving(CaptureLife):
     ) -> Mapping[str, torch.Tensor]:
         self._must_be_recorded("run()")
         if not batch and self._fallback.continues(rows):
+            if agreed_batch is not None:
+                _check_agreed(agreed_batch, self._fallback.overflow_rows)
             return self._fallback.run_on()
         count = self.inputs.check(batch, rows)
         if agreed_batch is not None:
@@ -133,8 +135,10 @@ class Serving(CaptureLife):
         self, batch: Mapping[str, torch.Tensor], count: int, reason: str
     ) -> Mapping[str, torch.Tensor]:
         self._steady = None
+        if self.settings.strict:
+            self._fallback.announce(count, reason)  # raises, before anything is launched
         if batch and self._many is not None:
-            self._many.anew()
+            self._many.came(count)
         return self._fallback.run(batch, count, reason)
 
     def _due(self, served: Served, steps: int = 1) -> bool:
@@ -260,7 +264,9 @@ class Serving(CaptureLife):
         assert self._fingerprint is not None
         self._fingerprint.check()
         if batch and self._many is not None:
-            self._many.anew()  # in front: an interrupt must not leave a new batch and who had ended before
+            self._many.came(
+                count
+            )  # in front: no interrupt leaves a new batch and who had ended before
         if batch or count != self.inputs.rows:
             self.inputs.load(batch or {}, count)
         self._fallback.forget()

@@ -30,7 +30,8 @@ def captured_and_met(manager, moment, thread, call):
     def progress(done, total, what):
         if done == moment:
             if not thread:
-                return meet()
+                meet()
+                return
             other = threading.Thread(target=meet)
             other.start()
             other.join()

@@ -73,7 +73,7 @@ def test_many_steps_are_one_launch_and_no_torch_operation(stop):
         given = batch_of(3, 1)
         calls, operations = work(driver, lambda: manager.run_many(4, given))
         assert calls == LAUNCH
-        assert operations[-1] == "aten.lt.Scalar_out", "all rows of a new batch are live"
+        assert operations.count("aten.lt.Scalar_out") == 1, "all rows of a new batch are live"
         assert "aten.fill_.Scalar" not in operations
 
 
