@@ -60,7 +60,8 @@ class CaptureManager(Serving):
         rows: int | None = None,
         agreed_batch: int | None = None,
     ) -> Mapping[str, torch.Tensor]:
-        """One step of n rows: exactly one launch, after the copies that bring the batch in.
+        """One step of n rows: exactly one launch, after the copies that bring the batch in (and, where rows
+        can end (`Ring.stop`), the comparison that makes all of a new batch live).
 
         Args:
             batch: slot name -> tensor (n, *row_shape). Slots left out keep their contents, so a step

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from graphcap.buckets import is_count
 from graphcap.errors import BackendError, GraphcapError, InputError
 from graphcap.explain import warn
 from graphcap.inputs import Inputs
@@ -72,9 +73,9 @@ class ManySteps:
         if self.ring.stop is not None:
             self.buffer_of(rows).revive(rows)
 
-    def check(self, steps: object) -> None:
+    def check(self, steps: int) -> None:
         """Raises `InputError` where the ring has no room for so many `steps`."""
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        if not is_count(steps):
             raise InputError(f"run_many: expected a number of steps of at least 1, found {steps!r}")
         if steps > self.ring.length:
             raise InputError(

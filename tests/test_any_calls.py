@@ -122,6 +122,7 @@ class Calls:
         manager = self.manager
         for call in (
             lambda: manager.run_many(0),
+            lambda: manager.run_many(1.0),
             lambda: manager.run_many(True),
             lambda: manager.run_many(self.length + 1),
             lambda: manager.run_many(1, [1]),

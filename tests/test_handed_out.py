@@ -91,3 +91,12 @@ def test_a_batch_that_is_too_large_reaches_the_step_contiguous_as_slots_are():
             wide = torch.randn(2, rows, dtype=torch.complex64)
             for pair in (wide.t(), wide.t().conj(), wide[:, :1].t().expand(rows, 2)):
                 assert torch.equal(manager.run({"pair": pair})["doubled"], pair * 2)
+
+
+def test_a_number_of_steps_may_be_numpys_as_a_number_of_rows_may():
+    numpy = pytest.importorskip("numpy")
+    with captured(True) as manager:
+        given = batch_of(2)
+        many = manager.run_many(numpy.int64(3), given, rows=numpy.int32(2))
+        assert many.outputs["token"].t().tolist() == walks(given, 3)
+        assert manager.run_many(3).outputs["token"].shape == (3, 2)

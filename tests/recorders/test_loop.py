@@ -205,6 +205,7 @@ def test_no_bindings_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_bindings_have_every_name_that_is_used() -> None:
     driver = pytest.importorskip("cuda.bindings.driver")
     calls = {*MAKING, "cuGraphLaunch", "cuGraphExecDestroy", "cuGraphDestroy"}
+    calls |= {"cuCtxPushCurrent", "cuCtxPopCurrent"}
     assert all(hasattr(driver, call) for call in calls)
     params = driver.CUgraphNodeParams()
     params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
