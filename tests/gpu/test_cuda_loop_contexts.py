@@ -55,7 +55,9 @@ def test_another_device_is_current():
     if torch.cuda.device_count() < 2:
         pytest.skip("one device")
     device = torch.device("cuda:1")
-    with captured(device) as manager, torch.cuda.device(0):
+    with torch.cuda.device(device):  # Triton's kernels are launched on the current one
+        manager = captured(device)
+    with manager, torch.cuda.device(0):
         spin = torch.ones(2048, 2048, device=device)
         for turn in range(20):
             given = {name: tensor.to(device) for name, tensor in batch_of(3, turn).items()}
