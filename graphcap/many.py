@@ -47,8 +47,10 @@ class ManySteps:
         """`step`, and then the write into the ring."""
 
         def kept(inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            buffer = self.buffer_of(next(iter(inputs.values())).shape[0])
+            buffer.place.check()
             outputs = step(inputs)
-            self.buffer_of(next(iter(inputs.values())).shape[0]).write(outputs)
+            buffer.write(outputs)
             return outputs
 
         return kept
@@ -61,6 +63,12 @@ class ManySteps:
             self._wide = RingBuffer(self.ring, rows, self._device)
         return self._wide
 
+    def check_place(self) -> None:
+        """Raises `StaleRecordingError` where memory of the ring, which every step writes to, has moved."""
+        self.buffer.place.check()
+        if self._wide is not None:
+            self._wide.place.check()
+
     def anew(self) -> None:
         """Another batch has come: none of its rows has ended."""
         self.buffer.anew()
@@ -68,7 +76,8 @@ class ManySteps:
 
     def came(self, rows: int) -> None:
         """As `anew`, in front of a step that may be the last of one of the `rows` rows: one launch where
-        rows can end."""
+        rows can end. Raises as `check_place`."""
+        self.check_place()
         self.anew()
         if self.ring.stop is not None:
             self.buffer_of(rows).revive(rows)

@@ -1,4 +1,4 @@
-"""Many: what several steps by one call gave, as views of the ring."""
+"""Many: what several steps by one call gave, as views of the ring; and whether the ring is where it was."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from graphcap.errors import StaleRecordingError
 from graphcap.output_views import HandedOut
 
 
@@ -51,3 +52,24 @@ class ManyViews(HandedOut):
         counts, live = (None, None) if ends is None else (ends[0][:rows], ends[1][:rows])
         self.many = Many(MappingProxyType(outputs), counts, live)
         super().__init__([*outputs.values(), *(t for t in (counts, live) if t is not None)])
+
+
+class RingPlace:
+    """Where a ring lies, of which callers have views.
+
+    Args:
+        tensors: what is handed out, by a name for messages.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._addresses = tuple((name, t, t.data_ptr()) for name, t in tensors.items())
+
+    def check(self) -> None:
+        """Raises `StaleRecordingError` where memory that every step writes to was given away."""
+        for name, tensor, address in self._addresses:
+            if tensor.data_ptr() != address:
+                raise StaleRecordingError(
+                    f"{name} has moved to another address, expected the memory that was recorded: its "
+                    f"storage was resized. What run_many() gives belongs to the manager's ring: clone() "
+                    f"what you resize or free; close() this manager and make a new one"
+                )

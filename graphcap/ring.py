@@ -16,7 +16,7 @@ import torch
 
 from graphcap.errors import InputError
 from graphcap.explain import warn
-from graphcap.many_views import Many, ManyViews
+from graphcap.many_views import Many, ManyViews, RingPlace
 from graphcap.operations import BufferSpec, Operation, operation
 from graphcap.ring_checks import check_output, check_values, is_spec
 from graphcap.staging import MOST_KEPT
@@ -156,6 +156,7 @@ class RingBuffer:
         left: int32 (1,): steps that remain of the present call; counted down by a loop on the device
             (see `recorders/loop.py`), by nobody else.
         live: bool (rows,): real rows that have not ended.
+        place: whether all of it is where it was.
     """
 
     def __init__(self, ring: Ring, rows: int, device: torch.device) -> None:
@@ -178,6 +179,8 @@ class RingBuffer:
             self._values = torch.tensor(values, dtype=torch.int64, device=device)
         self._start = start
         self._head, self._cursor, self._counts = start[:-1], start[:1], start[1:-1]
+        handed_out = {f"ring {name}": place for name, place in self._places.items()}
+        self.place = RingPlace(handed_out | {"ring counts": start, "ring live rows": self.live})
         self._write = write_operation(device)
         self._live_rows: int | None = None
         self._views: dict[tuple[int, int], ManyViews] = {}

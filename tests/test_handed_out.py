@@ -9,6 +9,7 @@ from loop_fakes import LoopingRecorder
 from walks import batch_of, walker, walks
 
 from graphcap.buckets import BucketLadder
+from graphcap.errors import StaleRecordingError
 from graphcap.inputs import Slot, StaticInputs
 from graphcap.manager import CaptureManager
 from graphcap.ring import Stop
@@ -100,3 +101,20 @@ def test_a_number_of_steps_may_be_numpys_as_a_number_of_rows_may():
         many = manager.run_many(numpy.int64(3), given, rows=numpy.int32(2))
         assert many.outputs["token"].t().tolist() == walks(given, 3)
         assert manager.run_many(3).outputs["token"].shape == (3, 2)
+
+
+@pytest.mark.parametrize("rows", [3, 8], ids=["recorded", "eager"])
+@pytest.mark.parametrize("given_away", ["token", "counts", "live"])
+@both
+def test_memory_of_the_ring_that_was_given_away_is_not_written_to(looped, given_away, rows):
+    with captured(looped, Stop("token", (99,))) as manager:
+        given = batch_of(rows)
+        many = manager.run_many(4, given)
+        named = {"token": many.outputs["token"], "counts": many.counts, "live": many.live}
+        named[given_away].untyped_storage().resize_(0)
+        calls = [lambda: manager.run_many(4), manager.run, lambda: manager.run(given)]
+        calls += [lambda: manager.run_many(4, given)]
+        calls += [lambda: manager.replay(4, 3)] if rows == 3 else []
+        for call in calls:
+            with pytest.raises(StaleRecordingError, match=r"ring .* has moved to another address"):
+                call()
