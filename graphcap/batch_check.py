@@ -80,3 +80,12 @@ def rows_of(
             f"give every slot when the batch grows"
         )
     return int(found)
+
+
+def check_agreed(agreed_batch: int, count: int) -> None:
+    """Raises `InputError` where the ranks cannot have agreed on that batch: this one has `count` rows."""
+    if not is_count(agreed_batch) or agreed_batch < count:
+        raise InputError(
+            f"agreed_batch is {agreed_batch!r} but this rank has {count} rows; "
+            f"agree on the maximum over all ranks, as an integer"
+        )

@@ -140,6 +140,12 @@ class Fallback:
     def _copied(self, batch: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
         device = self._inputs.device
         with torch.inference_mode(False), torch.no_grad():
-            copies = {n: batch[n].detach().to(device, copy=True) for n in self._inputs.slots}
+            # Contiguous, as slots are: a kernel may take that for granted.
+            copies = {
+                name: torch.empty(batch[name].shape, dtype=slot.dtype, device=device).copy_(
+                    batch[name]
+                )
+                for name, slot in self._inputs.slots.items()
+            }
             copies[NUM_ROWS] = torch.tensor([rows], dtype=torch.int32, device=device)
         return copies

@@ -35,21 +35,29 @@ class CaptureLife(CapturePhases):
             PoolLimitError: the plan is larger than ``GRAPHCAP_POOL_MIB``.
             CaptureError, VerificationError: a bucket failed and ``GRAPHCAP_STRICT=1``.
         """
-        with self._alone("capture()"):
-            if self._state in ("recorded", "closed"):
-                raise StateError(
-                    f"capture() was called on a manager that is {self._state}; a manager captures "
-                    f"once: close() it and make a new one"
-                )
-        self._restart()
+        me = object()
         try:
+            with self._alone("capture()"):
+                if self._state in ("recorded", "closed"):
+                    raise StateError(
+                        f"capture() was called on a manager that is {self._state}; a manager captures "
+                        f"once: close() it and make a new one"
+                    )
+                if self._capturer is not None:  # between two of its phases
+                    raise self._busy("capture()")
+                self._capturer = me
+                self._restart()
             with garbage_collection_held(), self._state_of_step.put_back():
                 self._capture_all(progress or (lambda done, total, what: None))
             report = self.finish()
         except BaseException:
-            with self._alone("capture()"):
-                self._give_up()
+            if self._capturer is me:
+                with self._alone("capture()"):
+                    self._give_up()
             raise
+        finally:
+            if self._capturer is me:
+                self._capturer = None
         self._writes_report = self.settings.report is not None
         self._write_report(None)
         return report

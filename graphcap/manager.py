@@ -13,10 +13,10 @@ import torch
 
 from graphcap.errors import StateError
 from graphcap.life import Progress, Step
+from graphcap.many_views import Many
 from graphcap.one_caller import alone
 from graphcap.recorders.base import BoundStep, Recording
 from graphcap.report import BucketStats, CaptureReport, ManagerStats
-from graphcap.ring import Many
 from graphcap.serving import Serving, checked_batch
 
 __all__ = ["CaptureManager", "Progress", "Step"]
@@ -60,7 +60,8 @@ class CaptureManager(Serving):
         rows: int | None = None,
         agreed_batch: int | None = None,
     ) -> Mapping[str, torch.Tensor]:
-        """One step of n rows: exactly one launch, after the copies that bring the batch in.
+        """One step of n rows: exactly one launch, after the copies that bring the batch in (and, where rows
+        can end (`Ring.stop`), the comparison that makes all of a new batch live).
 
         Args:
             batch: slot name -> tensor (n, *row_shape). Slots left out keep their contents, so a step
@@ -160,9 +161,9 @@ class CaptureManager(Serving):
         due = eager is not None and self._due(served)
         served.check_outputs()
         self._fingerprint.check()
-        self.inputs.rows = rows
         if self._many is not None:
-            self._many.anew()
+            self._many.came(rows)
+        self.inputs.rows = rows
         if not due or eager is None:
             recording.replay()
             self._count(served, rows, 1)
@@ -237,12 +238,14 @@ class CaptureManager(Serving):
         """Give back every recording. Idempotent; outputs of earlier runs stay readable. The report that
         capture() wrote (``GRAPHCAP_REPORT``) is written again, with what was served."""
         with self._alone("close()"):
-            if self._state != "closed":
-                if self._state == "recorded":
-                    self._write_report(self.stats())
+            if self._state == "recorded":
+                self._write_report(self.stats())
+            # In front: where an interrupt ends this call nothing serves, and the next one goes on.
+            self._steady, self._state = None, "closed"
+            if not self._given_back:
                 self._drop_recordings()
                 self.recorder.close()
-                self._state = "closed"
+                self._given_back = True
 
     def __enter__(self) -> CaptureManager:
         return self

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from graphcap.buckets import is_count
 from graphcap.errors import BackendError, GraphcapError, InputError
 from graphcap.explain import warn
 from graphcap.inputs import Inputs
@@ -46,8 +47,10 @@ class ManySteps:
         """`step`, and then the write into the ring."""
 
         def kept(inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            buffer = self.buffer_of(next(iter(inputs.values())).shape[0])
+            buffer.place.check()
             outputs = step(inputs)
-            self.buffer_of(next(iter(inputs.values())).shape[0]).write(outputs)
+            buffer.write(outputs)
             return outputs
 
         return kept
@@ -60,14 +63,28 @@ class ManySteps:
             self._wide = RingBuffer(self.ring, rows, self._device)
         return self._wide
 
+    def check_place(self) -> None:
+        """Raises `StaleRecordingError` where memory of the ring, which every step writes to, has moved."""
+        self.buffer.place.check()
+        if self._wide is not None:
+            self._wide.place.check()
+
     def anew(self) -> None:
         """Another batch has come: none of its rows has ended."""
         self.buffer.anew()
         self._wide = None
 
-    def check(self, steps: object) -> None:
+    def came(self, rows: int) -> None:
+        """As `anew`, in front of a step that may be the last of one of the `rows` rows: one launch where
+        rows can end. Raises as `check_place`."""
+        self.check_place()
+        self.anew()
+        if self.ring.stop is not None:
+            self.buffer_of(rows).revive(rows)
+
+    def check(self, steps: int) -> None:
         """Raises `InputError` where the ring has no room for so many `steps`."""
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        if not is_count(steps):
             raise InputError(f"run_many: expected a number of steps of at least 1, found {steps!r}")
         if steps > self.ring.length:
             raise InputError(
@@ -90,13 +107,12 @@ class ManySteps:
                 continue
             try:
                 verifier.check_loop(recording, loop, size)
+                self.loops[size] = loop
             except BaseException as error:
                 loop.close()
                 if not isinstance(error, Exception):
                     raise
                 self._without(size, error)
-                continue
-            self.loops[size] = loop
         self.anew()
 
     def _without(self, size: int, error: Exception) -> None:
@@ -128,7 +144,8 @@ class ManySteps:
 
     def close(self) -> None:
         """Give back the loops; before their recordings. Idempotent."""
-        while self.loops:
-            self.loops.popitem()[1].close()
+        for size in list(self.loops):
+            self.loops[size].close()  # once more where an interrupt comes between
+            del self.loops[size]
         self.why_not, self._wide = None, None
         self.buffer.anew()

@@ -116,8 +116,9 @@ class CapturePhases(OneCaller):
             strict=self.settings.strict,
         )
         self._unwatched_note: str | None = None
+        self._capturer: object | None = None  # the call of capture() in progress
         self._verified = self._turns = 0  # replays that were checked; steps asked of recordings
-        self._writes_report = self._warned_unverified = False
+        self._writes_report = self._warned_unverified = self._given_back = False
 
     # -- the phases, one bucket at a time --------------------------------------------------------
 
@@ -223,7 +224,7 @@ class CapturePhases(OneCaller):
             self._drop(size, Failure(reason, text))
 
     def abandon(self) -> None:
-        """Give back what an unfinished capture holds. The manager is new again."""
+        """Give back what an unfinished capture holds. The manager is new again, unless it is closed."""
         with self._alone("abandon()"):
             self._give_up()
             self._captured = self._new_capture()
@@ -241,11 +242,11 @@ class CapturePhases(OneCaller):
     # -- inside ---------------------------------------------------------------------------------
 
     def _drop(self, size: int, failure: Failure) -> None:
+        self._steady = None
         if self._many is not None:
             self._many.drop(size)
         self._captured.drop(size, failure)
         self._served[size].stop()
-        self._steady = None
 
     def _bound(self, size: int, step: BoundStep | None = None) -> BoundStep:
         def bound() -> Mapping[str, torch.Tensor]:
@@ -310,16 +311,17 @@ class CapturePhases(OneCaller):
 
     def _give_up(self) -> None:
         self._drop_recordings()
-        self._state = "new"
+        if self._state != "closed":
+            self._state = "new"
 
     def _drop_recordings(self) -> None:
+        self._steady = None
         if self._many is not None:
             self._many.close()
         self._captured.close()
         for served in self._served.values():
             served.stop()
         self._fallback.forget()
-        self._steady = None
         # What was looked at keeps tensors alive that the step may have let go since.
         if self._fingerprint is not None:
             self._fingerprint.close()

@@ -11,14 +11,15 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from types import MappingProxyType
 
 import torch
 
 from graphcap.errors import InputError
 from graphcap.explain import warn
+from graphcap.many_views import Many, ManyViews, RingPlace
 from graphcap.operations import BufferSpec, Operation, operation
 from graphcap.ring_checks import check_output, check_values, is_spec
+from graphcap.staging import MOST_KEPT
 
 logger = logging.getLogger(__name__)
 
@@ -80,24 +81,6 @@ class Ring:
                 f"{self.outputs or 'none'}; name one with the "
                 "shape and dtype of a row, such as {'token_ids': ((), torch.int32)}"
             )
-
-
-@dataclass(frozen=True)
-class Many:
-    """What several steps of n rows gave, by one call. Owned by the manager's ring; valid until the next
-    step of any kind: copy it on the same stream (``.cpu()``, ``.clone()``) to keep it.
-
-    Attributes:
-        outputs: output name -> (k, n, *row_shape), of the first step first. What lies beyond
-            ``counts[row]`` is of no meaning.
-        counts: int64 (n,): how many of the steps belong to each row, the one that ended it included;
-            0 for a row that had ended before. None: no `Stop` was given, and all k belong to all.
-        live: bool (n,): the rows that have not ended. None: as above.
-    """
-
-    outputs: Mapping[str, torch.Tensor]
-    counts: torch.Tensor | None
-    live: torch.Tensor | None
 
 
 @operation("ring")
@@ -173,6 +156,7 @@ class RingBuffer:
         left: int32 (1,): steps that remain of the present call; counted down by a loop on the device
             (see `recorders/loop.py`), by nobody else.
         live: bool (rows,): real rows that have not ended.
+        place: whether all of it is where it was.
     """
 
     def __init__(self, ring: Ring, rows: int, device: torch.device) -> None:
@@ -195,9 +179,11 @@ class RingBuffer:
             self._values = torch.tensor(values, dtype=torch.int64, device=device)
         self._start = start
         self._head, self._cursor, self._counts = start[:-1], start[:1], start[1:-1]
+        handed_out = {f"ring {name}": place for name, place in self._places.items()}
+        self.place = RingPlace(handed_out | {"ring counts": start, "ring live rows": self.live})
         self._write = write_operation(device)
         self._live_rows: int | None = None
-        self._views: dict[tuple[int, int], Many] = {}
+        self._views: dict[tuple[int, int], ManyViews] = {}
 
     # -- at the end of every step ----------------------------------------------------------------
 
@@ -236,6 +222,11 @@ class RingBuffer:
         """Another batch has come: no row of it has ended."""
         self._live_rows = None
 
+    def revive(self, rows: int) -> None:
+        """All of `rows` real rows are live: one launch."""
+        torch.lt(self._numbers, rows, out=self.live)
+        self._live_rows = rows
+
     def begin(self, steps: int, rows: int) -> None:
         """The next `steps` steps, of `rows` real rows, fill the ring from its start: one launch besides
         those of `expect`."""
@@ -244,12 +235,16 @@ class RingBuffer:
 
     def expect(self, steps: int, rows: int) -> None:
         """All of `begin` but what a loop that was given `start` does itself at its launch: no launch,
-        one for another number of steps than before, one for a new batch."""
+        one for another number of steps than before, one for a new batch or fewer rows of it."""
         if self._steps != steps:
+            self._steps = 0  # in front: an interrupt must not leave a number that is not there
             self._anew[-1:].fill_(steps)
             self._steps = steps
-        if self._live_rows != rows:
-            torch.lt(self._numbers, rows, out=self.live)
+        known = self._live_rows
+        if known is None or known < rows:
+            self.revive(rows)
+        elif known > rows:  # of the same batch: rows that have ended stay so
+            self.live[rows:].fill_(False)
             self._live_rows = rows
 
     @property
@@ -259,16 +254,15 @@ class RingBuffer:
         return self._start, self._anew
 
     def result(self, steps: int, rows: int) -> Many:
-        """Views of what the first `steps` steps after `begin` gave; the same ones at every call."""
-        found = self._views.get((steps, rows))
-        if found is None:
-            ends = self.ring.stop is not None
-            found = self._views[steps, rows] = Many(
-                MappingProxyType({n: place[:steps, :rows] for n, place in self._places.items()}),
-                self._counts[:rows] if ends else None,
-                self.live[:rows] if ends else None,
-            )
-        return found
+        """Views of what the first `steps` steps after `begin` gave; the same ones at every call, as long
+        as they are what they were."""
+        kept = self._views.get((steps, rows))
+        if kept is None or not kept.intact():
+            if len(self._views) >= MOST_KEPT:
+                self._views.clear()
+            ends = (self._counts, self.live) if self.ring.stop is not None else None
+            kept = self._views[steps, rows] = ManyViews(self._places, ends, steps, rows)
+        return kept.many
 
     # -- for verification ------------------------------------------------------------------------
 

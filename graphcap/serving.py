@@ -9,16 +9,16 @@ from types import MappingProxyType
 
 import torch
 
-from graphcap.buckets import is_count
+from graphcap.batch_check import check_agreed
 from graphcap.capturing import Failure
 from graphcap.errors import InputError, StaleRecordingError, StateError, VerificationError
 from graphcap.explain import warn
 from graphcap.life import CaptureLife
 from graphcap.many import ManySteps
+from graphcap.many_views import Many
 from graphcap.output_views import OutputViews
 from graphcap.recorders.base import BoundStep, Recording
 from graphcap.recorders.source import is_out_of_memory
-from graphcap.ring import Many
 from graphcap.served import Served
 from graphcap.undo import let_go
 
@@ -37,14 +37,6 @@ def checked_batch(batch: Mapping[str, torch.Tensor] | None) -> Mapping[str, torc
     return batch
 
 
-def _check_agreed(agreed_batch: int, count: int) -> None:
-    if not is_count(agreed_batch) or agreed_batch < count:
-        raise InputError(
-            f"agreed_batch is {agreed_batch!r} but this rank has {count} rows; "
-            f"agree on the maximum over all ranks, as an integer"
-        )
-
-
 class Serving(CaptureLife):
     """The inside of `CaptureManager`'s run(), run_many() and replay(): called by whoever holds the lock."""
 
@@ -53,10 +45,12 @@ class Serving(CaptureLife):
     ) -> Mapping[str, torch.Tensor]:
         self._must_be_recorded("run()")
         if not batch and self._fallback.continues(rows):
+            if agreed_batch is not None:
+                check_agreed(agreed_batch, self._fallback.overflow_rows)
             return self._fallback.run_on()
         count = self.inputs.check(batch, rows)
         if agreed_batch is not None:
-            _check_agreed(agreed_batch, count)
+            check_agreed(agreed_batch, count)
         served, reason = self._who_serves(agreed_batch or count)
         if served is None:
             return self._run_eagerly(batch, count, reason)
@@ -72,7 +66,8 @@ class Serving(CaptureLife):
         if served is None:
             if self.settings.strict:
                 self._fallback.announce(count, reason)  # raises, before anything is launched
-            if batch or (not on and count != self.inputs.rows):
+            many.check_place()
+            if batch:
                 many.anew()
             many.buffer_of(count).begin(steps, count)
             for index in range(steps):
@@ -108,8 +103,8 @@ class Serving(CaptureLife):
     def _ring_of_steps(self) -> ManySteps:
         if self._many is None:
             raise StateError(
-                "run_many() was called on a manager without a ring, which keeps the outputs of its "
-                "steps; make it with CaptureManager(..., ring=Ring(length=, outputs=))"
+                "run_many() was called on a manager without a ring, which keeps the outputs of its steps; "
+                "make it with CaptureManager(..., ring=Ring(length=, outputs=))"
             )
         return self._many
 
@@ -133,8 +128,10 @@ class Serving(CaptureLife):
         self, batch: Mapping[str, torch.Tensor], count: int, reason: str
     ) -> Mapping[str, torch.Tensor]:
         self._steady = None
-        if self._many is not None and (batch or count != self.inputs.rows):
-            self._many.anew()
+        if self.settings.strict:
+            self._fallback.announce(count, reason)  # raises, before anything is launched
+        if batch and self._many is not None:
+            self._many.came(count)
         return self._fallback.run(batch, count, reason)
 
     def _due(self, served: Served, steps: int = 1) -> bool:
@@ -259,10 +256,13 @@ class Serving(CaptureLife):
         """Make sure that what was recorded is in place, and bring the batch in."""
         assert self._fingerprint is not None
         self._fingerprint.check()
+        many = self._many
+        if many is not None and not batch:
+            many.check_place()
+        elif many is not None:  # in front: no interrupt leaves a new batch and who had ended before
+            many.came(count)
         if batch or count != self.inputs.rows:
             self.inputs.load(batch or {}, count)
-            if self._many is not None:
-                self._many.anew()
         self._fallback.forget()
 
     def _replay(

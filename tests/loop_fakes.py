@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from enum import Enum
 from types import SimpleNamespace
@@ -16,9 +17,11 @@ from graphcap.recorders.tape import TapeRecorder, TapeRecording
 
 class CUresult(Enum):
     CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_NOT_SUPPORTED = 801
 
 
+CONTEXT = 7
 FUNCTIONS = {"graphcap_begin": 54, "graphcap_go_on": 55}
 
 
@@ -29,6 +32,8 @@ class FakeDriver:
         bodies: raw handle of a graph outside -> what running it does.
         fails: the calls that answer "not supported".
         open: what was made and not given back, by kind.
+        contexts: thread -> its stack of contexts; a thread that is not named has none.
+        default_streams: of the launches on stream 0, the context whose stream that is.
         calls: names of the calls, in order.
     """
 
@@ -48,6 +53,8 @@ class FakeDriver:
         self.values: dict[int, int] = {}
         self.streams: list[int] = []
         self.runs = 0
+        self.contexts = {threading.get_ident(): [CONTEXT]}
+        self.default_streams: list[int] = []
         self._next = 100
         self._last = 0  # the node that was made last
 
@@ -71,8 +78,19 @@ class FakeDriver:
         self._last = self._new()
         return self._last
 
+    @property
+    def _stack(self) -> list[int]:
+        return self.contexts.setdefault(threading.get_ident(), [])
+
     def cuCtxGetCurrent(self) -> Any:
-        return self._answer("cuCtxGetCurrent", 7)
+        return self._answer("cuCtxGetCurrent", self._stack[-1] if self._stack else 0)
+
+    def cuCtxPushCurrent(self, context: int) -> Any:
+        self._stack.append(context)
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuCtxPopCurrent(self) -> Any:
+        return CUresult.CUDA_SUCCESS, self._stack.pop()
 
     def cuModuleLoadData(self, image: bytes) -> Any:
         assert image.endswith(b"\0")
@@ -92,11 +110,12 @@ class FakeDriver:
         return answer
 
     def cuGraphDestroy(self, graph: int) -> Any:
+        assert self._stack
         self.open["graph"].remove(graph)
         return self._answer("cuGraphDestroy")
 
     def cuGraphConditionalHandleCreate(self, graph: int, ctx: int, value: int, flags: int) -> Any:
-        assert (ctx, value, flags) == (7, 1, 1)
+        assert (ctx, value, flags) == (CONTEXT, 1, 1)
         assert graph in self.open["graph"]
         return self._answer("cuGraphConditionalHandleCreate", 2**40 + self._new())
 
@@ -105,7 +124,7 @@ class FakeDriver:
         assert (nodes, data, count) in ((None, None, 0), ([self._last], [SimpleNamespace()], 1))
         assert count == len(self.nodes[graph])
         condition = params.conditional
-        assert (params.type, condition.type, condition.size, condition.ctx) == (13, 1, 1, 7)
+        assert (params.type, condition.type, condition.size, condition.ctx) == (13, 1, 1, CONTEXT)
         body = self._new()
         self.nodes[body] = []
         condition.phGraph_out = [body]
@@ -137,6 +156,7 @@ class FakeDriver:
         return answer
 
     def cuGraphExecDestroy(self, executable: int) -> Any:
+        assert self._stack
         self.open["executable"].remove(executable)
         return self._answer("cuGraphExecDestroy")
 
@@ -146,6 +166,11 @@ class FakeDriver:
 
     def cuGraphLaunch(self, executable: int, stream: int) -> Any:
         assert executable in self.open["executable"]
+        if not self._stack:
+            self.calls.append("cuGraphLaunch")
+            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        if stream == 0:
+            self.default_streams.append(self._stack[-1])
         answer = self._answer("cuGraphLaunch")
         if answer[0] is CUresult.CUDA_SUCCESS:
             self.streams.append(stream)

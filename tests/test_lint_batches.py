@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from graphcap.cli.lint_view import print_lint
+from graphcap.errors import InputError
 from graphcap.lint.run import lint_step
 
 X = {"x": torch.ones(8, 4)}
@@ -85,3 +86,9 @@ def test_outputs_that_are_right_at_the_largest_alone_are(capsys):
     (found,) = (f for f in report.findings if f.kind == "outputs")
     assert found.batches == (4,)
     assert "(at batch 4 and not 8)" in text
+
+
+@pytest.mark.parametrize("batches", [[], [0], [5], [2.0], ["2"], [True], [2, None]])
+def test_batches_that_are_no_sizes_of_the_inputs_are_refused(batches):
+    with pytest.raises(InputError, match="batches: expected sizes from 1 to 4"):
+        lint_step(lambda inputs: {"y": inputs["x"] * 2}, {"x": torch.ones(4, 2)}, batches=batches)

@@ -86,6 +86,8 @@ def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
         "pair_down": (PairTile, CudaDown),
     }.get(kernel, (DotTile, RowsTile, CudaRows))
     kinds = {kind.__name__: kind for kind in known}
+    if not isinstance(found, Mapping):
+        raise TypeError(f"a tile of {kernel} is a mapping, found {type(found).__name__}")
     fields = dict(found)
     kind = fields.pop("tile")
     if kind not in kinds:

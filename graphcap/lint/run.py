@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from graphcap.buckets import is_count
 from graphcap.capturing import check_outputs
 from graphcap.errors import CaptureError, InputError
 from graphcap.inputs import NUM_ROWS, StaticInputs
@@ -66,12 +67,13 @@ def lint(
         InputError: a batch size is not one of the slots'.
     """
     largest = subject.inputs.max_batch
-    sizes = batch_sizes(largest) if batches is None else tuple(sorted(set(batches))[::-1])
-    if not sizes or not 1 <= sizes[-1] <= sizes[0] <= largest:
+    asked = batch_sizes(largest) if batches is None else tuple(batches)
+    if not asked or not all(is_count(size) and size <= largest for size in asked):
         raise InputError(
             f"batches: expected sizes from 1 to {largest}, the rows of the inputs, found "
-            f"{', '.join(map(str, sizes)) or 'none'}"
+            f"{', '.join(map(repr, asked)) or 'none'}"
         )
+    sizes = tuple(sorted(set(asked))[::-1])
     cuda.see_triton()
     report = _Linter(subject, cuda, sizes, recorders).run()
     report.keep(recorders)

@@ -8,7 +8,8 @@ Nodes"; driver API, cuGraphAddNode, cuGraphConditionalHandleCreate.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -64,6 +65,15 @@ class LoopDriver:
         if not int(context):
             raise BackendError("this thread has no CUDA context; use the device once before")
         return context
+
+    @contextmanager
+    def inside(self, context: Any) -> Iterator[None]:
+        """`context` is for a while that of this thread, which may have none or another device's."""
+        self._ask("cuCtxPushCurrent", context)
+        try:
+            yield
+        finally:
+            self._ask("cuCtxPopCurrent")
 
     def kernel(self, context: Any, name: str) -> Any:
         """One of `loop_kernels`, compiled by the driver once per context. It stays loaded: a graph that
@@ -126,10 +136,18 @@ class LoopDriver:
         """Bring the graph to the device now, and not at its first launch."""
         self._ask("cuGraphUpload", executable, self._driver.CUstream(stream))
 
-    def launcher(self, executable: Any, stream: Callable[[], int]) -> Callable[[], None]:
-        """A call that launches `executable` on the stream of `stream()`, at the least cost on the host."""
+    def launcher(
+        self, executable: Any, stream: Callable[[], int], context: Any
+    ) -> Callable[[], None]:
+        """A call that launches `executable` on the stream of `stream()`, at the least cost on the host.
+
+        The driver looks for handle 0, torch's default stream, in the context that the thread has: a new
+        thread has none until torch does something there, and a thread that works on another device has
+        that one's, in whose default stream the graph would not wait for what its own device has to do.
+        """
         launch, make_stream = self._driver.cuGraphLaunch, self._driver.CUstream
-        success = self._driver.CUresult.CUDA_SUCCESS
+        current, success = self._driver.cuCtxGetCurrent, self._driver.CUresult.CUDA_SUCCESS
+        own = int(context)
         last = stream()
         wrapped = make_stream(last)
 
@@ -138,7 +156,12 @@ class LoopDriver:
             now = stream()
             if now != last:
                 last, wrapped = now, make_stream(now)
-            (error,) = launch(executable, wrapped)
+            error, found = current()
+            if error == success and int(found) == own:
+                (error,) = launch(executable, wrapped)
+            else:
+                with self.inside(context):
+                    (error,) = launch(executable, wrapped)
             if error != success:
                 raise BackendError(f"cuGraphLaunch failed: {error}")
 
@@ -184,11 +207,12 @@ class GraphLoop(Loop):
         self._kept = (left, live, begin)
         self._driver = driver
         self._stream = stream
+        self._context: Any = None
         self._undo: list[tuple[Callable[[Any], None], Any]] = []
         try:
             # In place of the method below: one Python frame less a call.
             self.launch = self._made(graph, left, live, begin)  # type: ignore[method-assign]
-        except BackendError:
+        except BaseException:
             self.close()
             raise
 
@@ -200,7 +224,7 @@ class GraphLoop(Loop):
         begin: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> Callable[[], None]:
         driver = self._driver
-        context = driver.context()
+        context = self._context = driver.context()
         outer = driver.create()
         self._undo.append((driver.destroy, outer))
         first = []
@@ -216,7 +240,7 @@ class GraphLoop(Loop):
         executable = driver.instantiate(outer)
         self._undo.append((driver.destroy_executable, executable))
         driver.upload(executable, self._stream())
-        return driver.launcher(executable, self._stream)
+        return driver.launcher(executable, self._stream, context)
 
     def launch(self) -> None:
         raise StateError("this loop is closed and cannot be launched; capture again")
@@ -224,9 +248,12 @@ class GraphLoop(Loop):
     def close(self) -> None:
         if "launch" in vars(self):
             del self.launch  # the method above answers from here on
-        while self._undo:
-            give_back, what = self._undo.pop()
-            give_back(what)
+        if not self._undo:
+            return
+        with self._driver.inside(self._context):
+            while self._undo:
+                give_back, what = self._undo.pop()
+                give_back(what)
 
 
 def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:

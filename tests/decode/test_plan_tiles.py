@@ -82,3 +82,9 @@ def test_a_tile_that_its_kernel_cannot_take_is_refused(
     with pytest.raises(InputError) as caught:
         plan_from_json(found)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("tile", ["abc", ["abc"], 5, None])
+def test_a_tile_that_is_no_mapping_is_refused(tile: Any) -> None:
+    with pytest.raises(InputError, match="a tile of qkv is a mapping, found"):
+        plan_from_json({"tiles": {"qkv": tile}})

@@ -86,7 +86,7 @@ def test_a_loop_that_begins_by_a_copy_is_still_one_launch(steps: int) -> None:
         assert body.runs == launches * steps
         assert body.place[:-1].tolist() == [5] * 39
         assert int(body.left) == 0
-    assert driver.calls == [*MAKING, *["cuGraphLaunch"] * 3]
+    assert driver.calls == [*MAKING, *["cuCtxGetCurrent", "cuGraphLaunch"] * 3]
     body.loop.close()
     assert not any(driver.open.values())
 
@@ -205,6 +205,7 @@ def test_no_bindings_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_bindings_have_every_name_that_is_used() -> None:
     driver = pytest.importorskip("cuda.bindings.driver")
     calls = {*MAKING, "cuGraphLaunch", "cuGraphExecDestroy", "cuGraphDestroy"}
+    calls |= {"cuCtxPushCurrent", "cuCtxPopCurrent"}
     assert all(hasattr(driver, call) for call in calls)
     params = driver.CUgraphNodeParams()
     params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
