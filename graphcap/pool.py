@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,8 @@ class BufferPool:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One run of the step. Whatever is held when it ends, also by an error, is released.
+        """One run of the step. Whatever is held when it ends, also by an error, is released. A GPU is the
+        current device meanwhile: Triton launches on that one, wherever its tensors lie.
 
         Inside another ``step()`` of the same pool this does nothing: the outer one is the step.
         """
@@ -71,9 +72,11 @@ class BufferPool:
             yield
             return
         before = None if self._plan is not None or self._outside else self._observed()
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         self._in_step = True
         try:
-            yield
+            with on_device:
+                yield
         except BaseException:
             if before is not None:
                 # A step that failed plans nothing: what it ran out of would be asked for again.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -255,3 +257,30 @@ def test_what_was_warmed_can_be_replayed_without_clobbering(steps: list[list]):
     assert plan.total >= plan.lower_bound
     for step in steps:
         run(step, verify=True)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_gpu_is_the_current_device_of_a_step(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton launches on the current device, wherever its tensors lie."""
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        try:
+            yield
+        finally:
+            entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    pool = BufferPool("cuda:1")
+    with suppress(ZeroDivisionError), pool.step():
+        with pool.step():  # the outer one is the step
+            assert entered == [torch.device("cuda:1")]
+        if fails:
+            1 / 0  # noqa: B018
+    assert entered == []
+    with BufferPool("cpu").step():
+        assert entered == []

@@ -206,3 +206,31 @@ def test_a_plan_that_wants_more_shared_memory_than_there_is_costs_itself_alone(
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_beside_another_current_device() -> None:
+    """Eagerly, on a device that is not the current one."""
+    other = torch.device("cuda:1")
+    torch.manual_seed(torch.initial_seed() % 2**31)
+    sizes = ExpertSizes(1024, 128, 4, 256)
+    for rows in (1, 16):
+        hidden = torch.randn(rows, 1024, device=other).to(BF16)
+        router, gate_up, down = (
+            (torch.randn(*shape, device=other) * shape[-1] ** -0.5).to(BF16)
+            for shape in ((128, 1024), (128, 512, 1024), (128, 1024, 256))
+        )
+        pool = BufferPool(other)
+        kernels = plans(sizes, other).kernels(rows)
+        layer = RoutedExperts(kernels, pool, router, gate_up, down, top_k=4, renormalize=True)
+        out = torch.full_like(hidden, float("nan"))
+        row_ids = torch.arange(rows, device=other)
+        assert torch.cuda.current_device() == 0
+        with pool.step():
+            layer(hidden, row_ids, out)
+        torch.cuda.synchronize(other)
+        logits = (hidden.double() @ router.double().T).to(BF16)
+        wanted = expected(hidden, logits, row_ids, gate_up, down, 4)
+        close = (out.double() - wanted).abs().amax(1) < 2.0**-6 * wanted.abs().max()
+        assert close.sum() >= 0.8 * rows  # a near-tie of experts may fall otherwise
+        assert out.isfinite().all()
