@@ -51,7 +51,12 @@ def plugged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         engine = SimpleNamespace(
             pool=decode.pool,
             failed=None,
-            experts=SimpleNamespace(layers=Counter({"pooled": 2}), choices=lambda: ()),
+            experts=SimpleNamespace(
+                layers=Counter({"pooled": 2}),
+                choices=lambda: (),
+                plans={},
+                plans_by_title={},
+            ),
         )
         reporter = Reporter(choice, Settings(report=path), ranks)
         reporter.fell_back("cascade_attention", 3)
