@@ -60,8 +60,8 @@ class OneCaller:
 def alone(
     method: _Method[_Caller, _Arguments, _Result],
 ) -> _Method[_Caller, _Arguments, _Result]:
-    """Decorator: a method of a `OneCaller` that is called at every step. As `_alone`, at a fifth of the
-    cost."""
+    """Decorator: a method of a `OneCaller` that is called at every step. As `_alone`, without making a
+    context manager."""
     what = f"{method.__name__}()"
 
     @wraps(method)

@@ -35,9 +35,6 @@ MOST_ROWS = 64
 LONGEST_ROW = 8192
 """Values of a row of router weights that a program holds in registers at the most."""
 
-SHORT_BLOCK = 16
-"""Rows of a block where an expert has few pairs: what `default_plan` takes, whatever the experts."""
-
 
 class ExpertPlans:
     """The plans of experts of one size, by rows.
@@ -164,8 +161,11 @@ class ExpertPlans:
 
     def _by_rule(self, rows: int) -> LayerPlan:
         plan = default_plan(rows)
-        if rows * self._sizes.top_k > SHORT_BLOCK // 2 * self._sizes.num_experts:
-            # Half the experts would fill more than one short block, and be read again for each.
+        if (
+            plan.block is not None
+            and 2 * rows * self._sizes.top_k > plan.block * self._sizes.num_experts
+        ):
+            # Many experts would fill more than one short block, and be read again for each.
             plan = replace(plan, block=None)
         return plan
 

@@ -1,5 +1,8 @@
 """Everything in this folder needs a CUDA device and is skipped where there is none."""
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 import torch
 from cuda_only import device_works_afterwards, mark_and_skip
@@ -17,3 +20,27 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def usable_afterwards():
     yield from device_works_afterwards()
+
+
+class _Failed(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.plans: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if "(graphcap explain plan-failed)" in text:
+            self.plans.append(text)
+
+
+@pytest.fixture(autouse=True)
+def every_plan_runs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Rows whose plan cannot run are served without it, so that a test of its kernels would pass."""
+    handler, logger = _Failed(), logging.getLogger("graphcap")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+    if request.node.get_closest_marker("plan_fails") is None:
+        assert handler.plans == []

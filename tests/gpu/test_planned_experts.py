@@ -151,6 +151,7 @@ def test_all_of_them_are_compiled_ahead_with_the_weights_of_one_expert(device) -
     torch.cuda.synchronize()
 
 
+@pytest.mark.plan_fails
 @pytest.mark.parametrize("kernel", ["gated_gemm", "down_gemm"])
 def test_a_plan_that_wants_more_shared_memory_than_there_is_costs_itself_alone(
     device, kernel: str, tmp_path, caplog

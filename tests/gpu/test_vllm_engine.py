@@ -258,6 +258,8 @@ def test_moe_layers_run_on_the_pool(results: dict[str, Any], name: str) -> None:
     found = of(results, name)["graphcap"]
     assert sum(found["layers"].values()) == 4
     assert all(text.startswith("graphcap's triton") for text in found["layers"])
+    assert found["plans"]
+    assert "failed" not in {source for source, *_ in found["plans"].values()}
     assert found["pool_bytes"] > 0
 
 
