@@ -154,6 +154,7 @@ def _heads(
     sin,
     eps,
     D: tl.constexpr,
+    HALF: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Heads (rows, BLOCK_D) of one token's projection, normed, then rotated; in the model's dtype.
@@ -167,10 +168,11 @@ def _heads(
     x = tl.load(at + d[None, :], mask=mask, other=0.0).to(tl.float32)
     other = tl.load(at + partner[None, :], mask=mask, other=0.0).to(tl.float32)
     scale = (1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps))[:, None]
-    x = ((x * scale).to(dtype).to(tl.float32) * norm[None, :]).to(dtype).to(tl.float32)
-    other = (other * scale).to(dtype).to(tl.float32) * norm_partner[None, :]
+    x = ((x * scale).to(dtype).to(tl.float32) * norm.to(tl.float32)).to(dtype).to(tl.float32)
+    other = (other * scale).to(dtype).to(tl.float32) * norm_partner.to(tl.float32)
     other = other.to(dtype).to(tl.float32)
-    return (x * cos[None, :] + other * sin[None, :]).to(dtype)
+    sin = tl.where((d < HALF)[None, :], -sin.to(tl.float32), sin.to(tl.float32))
+    return (x * cos.to(tl.float32) + other * sin).to(dtype)
 
 
 @triton.jit(do_not_specialize=["splits", "capacity"])
@@ -222,6 +224,7 @@ def _attend_kernel(
     # All of this is older than the previous kernel, which has let this one start only after its own
     # wait: slots of the step, the cache as earlier steps left it, weights.
     slot = tl.load(slots_ptr + row).to(tl.int64)
+    position = tl.load(positions_ptr + row)
     # A sequence that has outgrown its row of the table must not read the next row's blocks.
     length = tl.minimum(tl.load(lengths_ptr + row), capacity)
     length = tl.where(slot < 0, 1, length)
@@ -248,14 +251,21 @@ def _attend_kernel(
         BLOCK_D,
     )
     partner = tl.where(d < HALF, d + HALF, tl.where(d < ROTARY, d - HALF, d))
-    q_norm = tl.load(q_norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-    q_norm_partner = tl.load(q_norm_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
-    k_norm = tl.load(k_norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-    k_norm_partner = tl.load(k_norm_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
-    angles = cos_sin_ptr + tl.load(positions_ptr + row) * ROTARY + d % HALF
-    cos = tl.load(angles, mask=d < ROTARY, other=1.0).to(tl.float32)
-    sin = tl.load(angles + HALF, mask=d < ROTARY, other=0.0).to(tl.float32)
-    sin = tl.where(d < HALF, -sin, sin)
+    # Of the shape in which they are used: every other one would be brought into its layout through
+    # shared memory, a barrier after each load, and so one load would wait for the other.
+    wide = tl.zeros((BLOCK_G, 1), tl.int32)
+    q_norm = tl.load(q_norm_ptr + (wide + d[None, :]), mask=(d < D)[None, :], other=0.0)
+    q_norm_partner = tl.load(
+        q_norm_ptr + (wide + partner[None, :]), mask=(d < D)[None, :], other=0.0
+    )
+    angles = cos_sin_ptr + position * ROTARY + (wide + (d % HALF)[None, :])
+    cos = tl.load(angles, mask=(d < ROTARY)[None, :], other=1.0)
+    sin = tl.load(angles + HALF, mask=(d < ROTARY)[None, :], other=0.0)
+    k_norm = tl.load(k_norm_ptr + d[None, :], mask=(d < D)[None, :], other=0.0)
+    k_norm_partner = tl.load(k_norm_ptr + partner[None, :], mask=(d < D)[None, :], other=0.0)
+    k_angles = cos_sin_ptr + position * ROTARY + (d % HALF)[None, :]
+    k_cos = tl.load(k_angles, mask=(d < ROTARY)[None, :], other=1.0)
+    k_sin = tl.load(k_angles + HALF, mask=(d < ROTARY)[None, :], other=0.0)
     wait_for_previous(PDL)
     let_next_start(PDL)
     if (slot < 0) | (part > active):
@@ -273,6 +283,7 @@ def _attend_kernel(
         sin,
         eps,
         D,
+        HALF,
         BLOCK_D,
     )
     head_out = row * HEADS + kv_head * GROUP + g
@@ -287,10 +298,11 @@ def _attend_kernel(
             k_norm,
             k_norm_partner,
             partner,
-            cos,
-            sin,
+            k_cos,
+            k_sin,
             eps,
             D,
+            HALF,
             BLOCK_D,
         )
         value_from = projected + (HEADS + KV_HEADS + kv_head) * D + d
