@@ -115,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
     kernels = decode_kernels(choose_backend(settings.kernels, device))
     dtype = chosen_dtype(options.dtype, device)
     check_tunable(short, dtype, device, kernels)
+    from graphcap.tuning.known import known_plans
     from graphcap.tuning.tune import plan_file, tune
 
     path = folder / PlanKey.of(shape, dtype, torch.cuda.get_device_name(device)).file_name
@@ -122,6 +123,7 @@ def run(options: argparse.Namespace) -> int:
     if options.export:
         export = Path(options.export).absolute()
         _check_writable(export.parent, "--export", export.name)
+    known = known_plans(path, shape, dtype, device)
     file = plan_file(path, shape, dtype, device, options.commit)
     # First: the processes that compile need room for a layer each.
     spent, compiled = _compile(options, short, device, dtype, loads)
@@ -134,7 +136,8 @@ def run(options: argparse.Namespace) -> int:
             what = f"{row['rows']} rows at {row['context']}: {row['knob']}, {took}"
             progress(len(found), len(loads), what)
 
-        for tuning in tune(weights, kernels, loads, options.seconds - spent, show):
+        left = options.seconds - spent
+        for tuning in tune(weights, kernels, loads, left, show, known=known):
             found.append(tuning)
             if tuning.bucket is not None:  # written each time: a run that is cut short keeps these
                 file = file.with_buckets([tuning.bucket])

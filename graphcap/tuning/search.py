@@ -38,7 +38,8 @@ def search(trials: Trials, deadline: float, show: Show) -> tuple[LayerPlan, floa
     """
     best, best_ms = LayerPlan("plain"), float("inf")
     measured: list[tuple[float, LayerPlan]] = []
-    for plan in (best, *starts(trials.rows, trials.cuda)):
+    ours = starts(trials.rows, trials.cuda)
+    for plan in (best, *ours, *(plan for plan in trials.known if plan not in ours)):
         trial = attempt(trials, plan)
         _tell(show, trials, "start", plan, trial)
         if isinstance(trial, str):

@@ -69,7 +69,13 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 class Trials:
-    """Steps of `rows` sequences that stand at `context` tokens, all from the same start."""
+    """Steps of `rows` sequences that stand at `context` tokens, all from the same start.
+
+    Attributes:
+        known: plans that were found before, to begin with.
+    """
+
+    known: tuple[LayerPlan, ...] = ()
 
     def __init__(
         self, weights: ModelWeights, kernels: DecodeKernels, rows: int, context: int

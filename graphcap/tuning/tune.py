@@ -18,6 +18,7 @@ from graphcap.decode.plan_files import PlanFile, TunedBucket, read_plans
 from graphcap.decode.plan_key import PlanKey, differences, kernels_digest, versions_here
 from graphcap.decode.weights import ModelWeights
 from graphcap.errors import InputError
+from graphcap.tuning.known import Known, no_plans
 from graphcap.tuning.search import Show, best_of, search
 from graphcap.tuning.space import knobs, starts
 from graphcap.tuning.trials import Trials
@@ -55,12 +56,14 @@ def tune(
     seconds: float,
     show: Show = lambda row: None,
     find: Find = search,
+    known: Known = no_plans,
 ) -> Iterator[Tuning]:
     """Tune load after load, within `seconds` together but for what each needs at least.
 
     Args:
         weights: of the layers that are measured, on the device.
         show: called with every candidate.
+        known: plans that are starts beside those of every load; see `known_plans`.
 
     Raises:
         BackendError, InputError: see `check_tunable`.
@@ -71,7 +74,7 @@ def tune(
         now = time.monotonic()
         # What an easy load leaves goes to those that follow.
         until = now + (deadline - now) / (len(loads) - index)
-        yield _tune_load(weights, kernels, load, until, show, find)
+        yield _tune_load(weights, kernels, load, until, show, find, known(*load))
 
 
 def _tune_load(
@@ -81,6 +84,7 @@ def _tune_load(
     until: float,
     show: Show,
     find: Find,
+    known: tuple[LayerPlan, ...],
 ) -> Tuning:
     found = Tuning(*load)
 
@@ -89,6 +93,7 @@ def _tune_load(
         show(row)
 
     trials = Trials(weights, kernels, *load)
+    trials.known = known
     tuned, _ms = find(trials, until, note)
     by_rule = default_plan(trials.rows)
     finalists = [LayerPlan("plain")]

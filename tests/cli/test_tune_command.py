@@ -33,7 +33,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A GPU on which every load but 4 rows has a plan; the arguments of what would be measured."""
     asked: list[Any] = []
 
-    def tune(weights: Any, kernels: Any, loads: Any, seconds: float, show: Any) -> Any:
+    def tune(weights: Any, kernels: Any, loads: Any, seconds: float, show: Any, known: Any) -> Any:
+        assert known(3, 256) == ()
         asked.append((kernels.experts.name, list(loads), seconds))
         for rows, context in loads:
             made = Tuning(rows, context)
