@@ -7,8 +7,8 @@
 // instructions alone).
 //
 // Constants given by the compiler: H hidden size, INNER intermediate size, E experts, K experts of a token, ROWS
-// of gate and as many of up a block takes, DEPTH loads of weights a thread has in flight, REGISTERS of a thread,
-// RENORMALIZE, row_id_t. Sums are taken in an order that depends on these alone.
+// of gate and as many of up a block takes, DEPTH loads of weights a thread starts before it uses the first,
+// REGISTERS of a thread, RENORMALIZE, row_id_t. Sums are taken in an order that depends on these alone.
 
 #include "choice.cuh"
 #include "common.cuh"

@@ -62,7 +62,7 @@ HEADROOM = 64
 CUDA_GATE_UPS = tuple(
     CudaGateUp(rows, depth, registers)
     for rows in (32, 16, 64, 48)
-    for depth, registers in ((16, 96), (10, 80), (8, 80), (8, 64))
+    for depth, registers in ((16, 96), (10, 80), (8, 64))
 )
 CUDA_ROWS = (2, 4, 8, 10, 16, 20)
 ROUTERS = ((4, 4, 8), (4, 4, 16), (4, 4, 99), (8, 4, 8), (8, 4, 99), (4, 2, 8), (2, 4, 4))

@@ -22,8 +22,9 @@ from graphcap.decode.layer_plan import CUDA_TILES, LayerPlan, planned
 from graphcap.decode.plan_json import plan_from_json, plan_to_json
 from graphcap.decode.shapes import preset
 from graphcap.errors import BackendError, InputError
-from graphcap.moe.kernels import Backend, cuda_down
+from graphcap.moe.kernels import Backend, cuda_down, cuda_gate_up
 from graphcap.moe.kernels.cuda_down import CudaDown
+from graphcap.moe.kernels.cuda_gate_up import CudaGateUp
 from graphcap.tuning.space import knobs, starts
 
 CPU = torch.device("cpu")
@@ -33,6 +34,7 @@ IN_CUDA = {
     "norm_qkv": CudaRows(20),
     "output_residual": CudaRows(8),
     "norm_router": CudaRows(2),
+    "pair_gate_up": CudaGateUp(16, 8, 64),
     "pair_down": CudaDown(16),
 }
 PLAN = LayerPlan("fused", tiles={**IN_CUDA, "attend": AttendTile(5, 64, 8)})
@@ -40,13 +42,13 @@ PLAN = LayerPlan("fused", tiles={**IN_CUDA, "attend": AttendTile(5, 64, 8)})
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_linear, "obstacle", lambda device: "")
-    monkeypatch.setattr(cuda_down, "obstacle", lambda device: "")
+    for kernels in (cuda_linear, cuda_gate_up, cuda_down):
+        monkeypatch.setattr(kernels, "obstacle", lambda device: "")
 
 
 def test_sources_are_packaged() -> None:
     names = {path.name for path in source.HERE.iterdir()}
-    assert {"common.cuh", "linear.cu", "down.cu"} <= names
+    assert {"common.cuh", "choice.cuh", "linear.cu", "gate_up.cu", "down.cu"} <= names
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -102,6 +104,59 @@ def test_a_block_holds_what_shared_memory_does() -> None:
         rows = cuda_linear.rows_tile(outputs).rows
         assert 1 <= rows <= cuda_linear.MOST_ROWS
         assert outputs <= rows * 128 or rows == cuda_linear.MOST_ROWS
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("sizes", "tile", "words"),
+    [
+        ((256, 2048, 512, 8), CudaGateUp(32, 16, 96), ""),
+        ((128, 2048, 768, 8), CudaGateUp(48, 10, 80), ""),
+        ((128, 4096, 256, 8), CudaGateUp(64, 10, 80), "at most 64 registers, found 80"),
+        ((128, 4096, 256, 8), CudaGateUp(32, 8, 64), ""),
+        ((512, 256, 8, 16), None, ""),
+        ((512, 256, 8, 16), CudaGateUp(16, 8, 64), "takes 8 outputs, found 16"),
+        ((256, 2048, 520, 8), CudaGateUp(32, 8, 64), "takes 8 outputs, found 32"),
+        ((256, 2048, 512, 8), CudaGateUp(48, 8, 64), "takes 64, 32, 16 or 8 outputs, found 48"),
+        ((64, 2048, 512, 8), None, "found 64 and 8"),
+        ((640, 2048, 512, 8), None, "found 640 and 8"),
+        ((256, 2048, 512, 17), None, "17"),
+        ((256, 2048, 516, 8), None, "found 516"),
+        ((256, 2048, 0, 8), None, "found 0"),
+        ((256, 2176, 512, 8), None, "found 2176"),
+        ((256, 4352, 512, 8), None, "up to 4,096, found 4352"),
+    ],
+)
+def test_experts_that_the_gate_up_product_takes(sizes, tile, words) -> None:
+    why = cuda_gate_up.why_not(*sizes, BF16, CPU, tile)
+    assert bool(why) == bool(words)
+    assert words in why
+    assert "float32" in cuda_gate_up.why_not(*sizes, torch.float32, CPU, tile)
+
+
+@pytest.mark.parametrize("hidden", [256, 1024, 2048, 2560, 4096])
+@pytest.mark.parametrize("top_k", [1, 8, 10, 16])
+def test_the_blocks_by_rule_fit_and_share_the_work(hidden: int, top_k: int) -> None:
+    for inner in (8, 256, 512, 520, 768, 1024, 1536):
+        tile = cuda_gate_up.gate_up_tile(hidden, inner, top_k)
+        assert tile is not None
+        assert cuda_gate_up.unfit(tile, hidden, inner) == ""
+        blocks = top_k * inner // tile.rows
+        busiest = -(-blocks // 132) * tile.rows
+        for rows in cuda_gate_up.ROWS:
+            if inner % rows == 0 and not cuda_gate_up.unfit(CudaGateUp(rows, 8, 64), hidden, inner):
+                assert busiest <= -(-(top_k * inner // rows) // 132) * rows
+
+
+def test_what_is_measured_leaves_the_next_kernel_its_registers() -> None:
+    """Of an H200, for the sizes of seed-64: a block of either kernel fills a multiprocessor's registers."""
+    tile = cuda_gate_up.gate_up_tile(SEED.hidden_size, SEED.moe_intermediate_size, SEED.top_k)
+    assert tile == CudaGateUp(32, 16, 96)
+    assert (
+        cuda_gate_up.threads_of(SEED.hidden_size) * tile.registers + 32 * SEED.top_k * 64 == 2**16
+    )
+    assert cuda_gate_up.gate_up_tile(2048, 12, 8) is None
+    assert cuda_gate_up.gate_up_tile(8192, 512, 8) is None
 
 
 def test_no_device_no_kernel() -> None:
@@ -175,6 +230,11 @@ def test_everything_compiles_without_a_device() -> None:
     linear = {"HALF": 0, "PDL": 1, "COLUMNS": 512, "OUTPUTS": 37, "ROWS": 5, "NORM": 1, "DELTA": 1}
     linear |= {"NORMED": 1, "BIAS": 1, "RESIDUAL": 0, "FLOAT_OUT": 1}
     assert source.compiled("linear.cu", source.as_constants(linear), (9, 0))
+    experts = {"HALF": 1, "PDL": 1, "E": 512, "H": 256, "INNER": 256, "K": 3, "ROWS": 8}
+    experts |= {"RENORMALIZE": 0, "row_id_t": "int"}
+    assert source.compiled("down.cu", source.as_constants(experts), (9, 0))
+    experts |= {"DEPTH": 8, "REGISTERS": 64}
+    assert source.compiled("gate_up.cu", source.as_constants(experts), (9, 0))
     with pytest.raises(BackendError, match=r"linear\.cu: expected NVRTC to compile it"):
         source.compiled("linear.cu", source.as_constants({**linear, "ROWS": "banana"}), (9, 0))
 
@@ -189,7 +249,13 @@ def test_plans_in_cuda_pass_through_json() -> None:
 
 @pytest.mark.parametrize(
     ("name", "tile"),
-    [("attend", CudaRows(4)), ("pair_gate_up", CudaDown(8)), ("norm_qkv", CudaDown(8))],
+    [
+        ("attend", CudaRows(4)),
+        ("pair_gate_up", CudaDown(8)),
+        ("pair_down", CudaGateUp(16, 8, 64)),
+        ("gated_gemm", CudaGateUp(16, 8, 64)),
+        ("norm_qkv", CudaDown(8)),
+    ],
 )
 def test_a_tile_of_another_kernel_is_refused(name: str, tile: object) -> None:
     with pytest.raises(InputError, match=name):
@@ -200,10 +266,16 @@ def test_the_tile_says_which_kernel_runs() -> None:
     found = planned(TRITON, PLAN)
     pairs = found.decode.experts.pairs
     assert pairs is not None
-    made = [found.norm_qkv, found.output_residual, found.norm_router, pairs.down]
-    assert [each.implementation for each in made] == ["cuda: linear"] * 3 + ["cuda: pair_down"]
+    made = [found.norm_qkv, found.output_residual, found.norm_router, pairs.gate_up, pairs.down]
+    assert [each.implementation for each in made] == [
+        *["cuda: linear"] * 3,
+        "cuda: pair_gate_up",
+        "cuda: pair_down",
+    ]
     assert [each.name for each in made] == sorted(IN_CUDA, key=list(IN_CUDA).index)
-    others = (found.attend, pairs.gate_up, planned(TRITON, LayerPlan("fused")).norm_qkv)
+    plain = planned(TRITON, LayerPlan("fused"))
+    assert plain.decode.experts.pairs is not None
+    others = (found.attend, plain.decode.experts.pairs.gate_up, plain.norm_qkv)
     assert all(each.implementation.startswith("triton") for each in others)
 
 
@@ -229,8 +301,16 @@ def test_what_serves_a_shape_is_what_a_search_starts_from() -> None:
         for tile in change(cuda).tiles.values()
     }
     assert {CudaRows(20), CudaRows(2), CudaDown(16), CudaDown(8)} <= tried
+    blocks = {tile for tile in tried if isinstance(tile, CudaGateUp)}
+    assert {CudaGateUp(32, 16, 96), CudaGateUp(16, 8, 64), CudaGateUp(64, 10, 80)} <= blocks
+    sizes = (SEED.num_experts, SEED.hidden_size, SEED.moe_intermediate_size, SEED.top_k)
+    assert not any(cuda_gate_up.why_not(*sizes, BF16, CPU, tile) for tile in blocks)
+    without = cuda.without(["pair_gate_up"])
+    for _, changes in knobs(without, SEED, 1, 256, without):
+        tiles = (change(without).tiles.get("pair_gate_up") for change in changes)
+        assert not any(isinstance(tile, CudaGateUp) for tile in tiles)
     tiny = cuda_plan(preset("tiny"), BF16, CPU)
-    assert tiny is None or "pair_down" not in tiny.in_cuda
+    assert tiny is None or not {"pair_gate_up", "pair_down"} & set(tiny.in_cuda)
 
 
 def test_a_tuned_plan_runs_without_what_cannot_be_compiled(
@@ -241,10 +321,9 @@ def test_a_tuned_plan_runs_without_what_cannot_be_compiled(
     file = file_of(bucket(1, 256, PLAN))
     file.write(tmp_path / file.key.file_name)
     monkeypatch.setattr(cuda_linear, "obstacle", lambda device: "there is no NVRTC")
-    monkeypatch.setattr(cuda_down, "obstacle", lambda device: "")
     choice = schedule_of(TRITON).choice(1)
     assert choice.source == "cache"
-    assert choice.plan.in_cuda == ("pair_down",)
+    assert choice.plan.in_cuda == ("pair_down", "pair_gate_up")
     assert (
         "norm_qkv, norm_router, output_residual by Triton, not CUDA C++: there is no" in choice.why
     )

@@ -37,8 +37,8 @@ DOWN_REGISTERS = 64 * 32
 
 
 class CudaGateUp(NamedTuple):
-    """Outputs of one block, loads of weights that a thread has on their way, and the registers it may use;
-    for one token."""
+    """Outputs of one block, loads of weights that a thread starts before it uses the first, and the registers
+    it may use, with which the assembler starts more where some are left; for one token."""
 
     rows: int
     depth: int
@@ -99,8 +99,9 @@ def no_tile(tile: CudaGateUp) -> str:
 
 def unfit(tile: CudaGateUp, hidden: int, inner: int) -> str:
     """Why experts of these sizes cannot be taken so; empty where they can."""
-    if no_tile(tile):
-        return no_tile(tile)
+    why = no_tile(tile) or _no_sizes(hidden, inner)
+    if why:
+        return why
     fitting = tuple(rows for rows in ROWS if inner % rows == 0)
     if tile.rows not in fitting:
         return (
@@ -128,12 +129,16 @@ def why_not(
         return f"it needs bfloat16 or float16, found {dtype}"
     if experts % 128 or experts > 512 or not 1 <= top_k <= 16:
         return f"it needs 128, 256, 384 or 512 experts and a top-k up to 16, found {experts} and {top_k}"
+    why = _no_sizes(hidden, inner) if tile is None else unfit(tile, hidden, inner)
+    return why or obstacle(device)
+
+
+def _no_sizes(hidden: int, inner: int) -> str:
     if hidden % 256 or not 256 <= hidden <= LONGEST_ROW:
         return f"it needs a hidden size of a multiple of 256 up to {LONGEST_ROW:,}, found {hidden}"
     if inner < 1 or inner % ROWS[-1]:
         return f"it needs an intermediate size of a multiple of {ROWS[-1]}, found {inner}"
-    why = "" if tile is None else unfit(tile, hidden, inner)
-    return why or obstacle(device)
+    return ""
 
 
 def _listed(numbers: tuple[int, ...]) -> str:
