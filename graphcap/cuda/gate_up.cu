@@ -3,8 +3,7 @@
 //
 // Which weights to read stands in the logits of the kernel directly before, so that none can be on its way
 // earlier. One warp of a block finds the expert while the others wait for it: a multiprocessor compares 64
-// integers a cycle, and 16 warps that find it each by itself take twice as long a round as one (351 cycles of
-// instructions alone).
+// integers a cycle, so that 16 warps which find it each by itself would get in each other's way.
 //
 // Constants given by the compiler: H hidden size, INNER intermediate size, E experts, K experts of a token, ROWS
 // of gate and as many of up a block takes, DEPTH loads of weights a thread starts before it uses the first,

@@ -106,59 +106,6 @@ def test_a_block_holds_what_shared_memory_does() -> None:
         assert outputs <= rows * 128 or rows == cuda_linear.MOST_ROWS
 
 
-@pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize(
-    ("sizes", "tile", "words"),
-    [
-        ((256, 2048, 512, 8), CudaGateUp(32, 16, 96), ""),
-        ((128, 2048, 768, 8), CudaGateUp(48, 10, 80), ""),
-        ((128, 4096, 256, 8), CudaGateUp(64, 10, 80), "at most 64 registers, found 80"),
-        ((128, 4096, 256, 8), CudaGateUp(32, 8, 64), ""),
-        ((512, 256, 8, 16), None, ""),
-        ((512, 256, 8, 16), CudaGateUp(16, 8, 64), "takes 8 outputs, found 16"),
-        ((256, 2048, 520, 8), CudaGateUp(32, 8, 64), "takes 8 outputs, found 32"),
-        ((256, 2048, 512, 8), CudaGateUp(48, 8, 64), "takes 64, 32, 16 or 8 outputs, found 48"),
-        ((64, 2048, 512, 8), None, "found 64 and 8"),
-        ((640, 2048, 512, 8), None, "found 640 and 8"),
-        ((256, 2048, 512, 17), None, "17"),
-        ((256, 2048, 516, 8), None, "found 516"),
-        ((256, 2048, 0, 8), None, "found 0"),
-        ((256, 2176, 512, 8), None, "found 2176"),
-        ((256, 4352, 512, 8), None, "up to 4,096, found 4352"),
-    ],
-)
-def test_experts_that_the_gate_up_product_takes(sizes, tile, words) -> None:
-    why = cuda_gate_up.why_not(*sizes, BF16, CPU, tile)
-    assert bool(why) == bool(words)
-    assert words in why
-    assert "float32" in cuda_gate_up.why_not(*sizes, torch.float32, CPU, tile)
-
-
-@pytest.mark.parametrize("hidden", [256, 1024, 2048, 2560, 4096])
-@pytest.mark.parametrize("top_k", [1, 8, 10, 16])
-def test_the_blocks_by_rule_fit_and_share_the_work(hidden: int, top_k: int) -> None:
-    for inner in (8, 256, 512, 520, 768, 1024, 1536):
-        tile = cuda_gate_up.gate_up_tile(hidden, inner, top_k)
-        assert tile is not None
-        assert cuda_gate_up.unfit(tile, hidden, inner) == ""
-        blocks = top_k * inner // tile.rows
-        busiest = -(-blocks // 132) * tile.rows
-        for rows in cuda_gate_up.ROWS:
-            if inner % rows == 0 and not cuda_gate_up.unfit(CudaGateUp(rows, 8, 64), hidden, inner):
-                assert busiest <= -(-(top_k * inner // rows) // 132) * rows
-
-
-def test_what_is_measured_leaves_the_next_kernel_its_registers() -> None:
-    """Of an H200, for the sizes of seed-64: a block of either kernel fills a multiprocessor's registers."""
-    tile = cuda_gate_up.gate_up_tile(SEED.hidden_size, SEED.moe_intermediate_size, SEED.top_k)
-    assert tile == CudaGateUp(32, 16, 96)
-    assert (
-        cuda_gate_up.threads_of(SEED.hidden_size) * tile.registers + 32 * SEED.top_k * 64 == 2**16
-    )
-    assert cuda_gate_up.gate_up_tile(2048, 12, 8) is None
-    assert cuda_gate_up.gate_up_tile(8192, 512, 8) is None
-
-
 def test_no_device_no_kernel() -> None:
     assert "found cpu" in source.obstacle(CPU)
     assert set(cuda_obstacles(SEED, BF16, CPU, 1)) == set(CUDA_TILES)

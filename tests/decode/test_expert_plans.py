@@ -26,9 +26,8 @@ from graphcap.decode.random_weights import random_weights
 from graphcap.decode.shapes import preset
 from graphcap.decode.step import DecodeStep
 from graphcap.moe.experts import RoutedExperts
-from graphcap.moe.kernels import Backend, cuda_down, cuda_gate_up
+from graphcap.moe.kernels import Backend, cuda_down
 from graphcap.moe.kernels.cuda_down import CudaDown
-from graphcap.moe.kernels.cuda_gate_up import CudaGateUp
 from graphcap.moe.kernels.triton_gemm import Tile
 from graphcap.moe.kernels.triton_pairs import PairTile
 from graphcap.pool import BufferPool
@@ -182,46 +181,6 @@ def test_where_no_cuda_can_be_compiled_triton_serves_and_it_is_said(
     assert choice.lacks in choice.why
     assert "pair_down" not in choice.plan.tiles
     assert found.kernels(1).pairs.down.implementation == "triton: pair_down"
-
-
-@pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize(
-    ("tiles", "lacking"),
-    [
-        ({"pair_gate_up": CudaGateUp(32, 16, 96)}, "pair_gate_up"),
-        ({"pair_gate_up": CudaGateUp(48, 16, 96)}, "pair_gate_up"),  # 48 does not divide 512
-        ({"pair_gate_up": CudaGateUp(32, 16, 96), "pair_down": CudaDown(8)}, "pair_gate_up"),
-        ({"pair_gate_up": CudaGateUp(32, 16, 96), "pair_down": CudaDown(8)}, "pair_down"),
-        ({"pair_gate_up": CudaGateUp(32, 16, 96), "pair_down": CudaDown(8)}, ""),
-    ],
-)
-def test_one_kernel_that_cannot_be_made_in_cuda_costs_itself_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiles: dict[str, Any], lacking: str
-) -> None:
-    file = file_of(bucket(1, plan=LayerPlan("fused", tiles=tiles)))
-    file.write(tmp_path / file.key.file_name)
-    for name, kernels in (("pair_gate_up", cuda_gate_up), ("pair_down", cuda_down)):
-        why = "there is no NVRTC" if name == lacking else ""
-        monkeypatch.setattr(kernels, "obstacle", lambda device, why=why: why)
-    found = plans()
-    choice = found.choice(1)
-    assert choice.source == "cache"
-    assert choice.plan.tiles == {name: tile for name, tile in tiles.items() if name != lacking}
-    assert choice.lacks.startswith(f"{lacking} by Triton, not CUDA C++: " if lacking else "")
-    assert bool(choice.lacks) == bool(lacking)
-    for name, kernel in (("pair_gate_up", "gate_up"), ("pair_down", "down")):
-        made = getattr(found.kernels(1).pairs, kernel).implementation
-        assert made == f"{'cuda' if name in tiles and name != lacking else 'triton'}: {name}"
-
-
-@pytest.mark.usefixtures("h200")
-def test_kernels_of_one_row_serve_no_plan_of_more(tmp_path: Path) -> None:
-    tiles = {"pair_gate_up": CudaGateUp(32, 16, 96), "pair_down": CudaDown(8)}
-    file = file_of(bucket(2, plan=LayerPlan("fused", tiles=tiles)))
-    file.write(tmp_path / file.key.file_name)
-    choice = plans().choice(2)
-    both = "pair_down, pair_gate_up by Triton, not CUDA C++: they take one row, found 2"
-    assert (choice.plan.in_cuda, choice.lacks) == ((), both)
 
 
 @pytest.mark.usefixtures("h200")
