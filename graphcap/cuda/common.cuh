@@ -1,5 +1,7 @@
 // What the kernels here share. Constants given by the compiler: HALF 1 for float16 and 0 for bfloat16, PDL.
 
+#pragma once
+
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;

@@ -1,5 +1,5 @@
 // The down projection and the merge of one token's experts in CUDA C++: what pair_down of triton_pairs.py does.
-// Compiled at run time after common.cuh, see moe/kernels/cuda_down.py.
+// Compiled at run time, see moe/kernels/cuda_down.py.
 //
 // The weights are on their way into shared memory while the kernel before is still reading its own: no register
 // holds them meanwhile, so that the blocks of both are on a multiprocessor together.
@@ -7,68 +7,8 @@
 // Constants given by the compiler: H hidden size, INNER intermediate size, E experts, K experts of a token, ROWS
 // outputs of a block, RENORMALIZE, row_id_t. Sums are taken in an order that depends on these alone.
 
-#define PER_LANE (E / 32)
-#define REMOVED (-2147483647 - 1)
-
-// -- choice of experts: as choose_experts of triton_topk.py, by one warp ----------------------------------
-
-// Integers in the order of the logits, a NaN as minus infinity, -0 as 0: a maximum over them is exact.
-static __device__ __forceinline__ int rank_key(float logit) {
-  int bits = __float_as_int(logit != logit ? __int_as_float(0xff800000) : logit == 0.f ? 0.f : logit);
-  return bits ^ ((bits >> 31) & 0x7fffffff);
-}
-static __device__ __forceinline__ float ranked_logit(int key) {
-  return __int_as_float(key ^ ((key >> 31) & 0x7fffffff));
-}
-// Expert lane * PER_LANE + j lies in key[j] of a lane.
-static __device__ __forceinline__ void load_logits(const float* logits, float* logit, int lane) {
-#pragma unroll
-  for (int j = 0; j < PER_LANE; j += 4) {
-    const uint4 four = load_fresh(logits + lane * PER_LANE + j);
-    logit[j] = __uint_as_float(four.x); logit[j + 1] = __uint_as_float(four.y);
-    logit[j + 2] = __uint_as_float(four.z); logit[j + 3] = __uint_as_float(four.w);
-  }
-}
-// The highest key and the lowest expert that has it, which is taken out.
-static __device__ __forceinline__ int take_first(int* key, int lane, int& best) {
-  int mine = key[0];
-#pragma unroll
-  for (int j = 1; j < PER_LANE; j++) mine = max(mine, key[j]);
-  best = __reduce_max_sync(ALL, mine);
-  int first = 0x7fffffff;
-#pragma unroll
-  for (int j = PER_LANE - 1; j >= 0; j--) first = key[j] == best ? lane * PER_LANE + j : first;
-  const int expert = __reduce_min_sync(ALL, first);
-#pragma unroll
-  for (int j = 0; j < PER_LANE; j++) key[j] = lane * PER_LANE + j == expert ? REMOVED : key[j];
-  return expert;
-}
-// Lane k < K ends with the k-th expert and its weight.
-static __device__ __forceinline__ void choose_experts(const float* logit, int lane, int& id, float& weight) {
-  int key[PER_LANE];
-#pragma unroll
-  for (int j = 0; j < PER_LANE; j++) key[j] = rank_key(logit[j]);
-  float top = 0.f, mine = 0.f;
-#pragma unroll
-  for (int k = 0; k < K; k++) {
-    int best;
-    const int expert = take_first(key, lane, best);
-    const float value = ranked_logit(best);
-    if (k == 0) top = value;
-    if (lane == k) { id = expert; mine = __expf(value - top); }
-  }
-  float total;
-  if (RENORMALIZE) {
-    total = lane < K ? mine : 0.f;
-  } else {
-    total = 0.f;
-#pragma unroll
-    for (int j = 0; j < PER_LANE; j++) total += __expf(logit[j] - top);
-  }
-#pragma unroll
-  for (int step = 1; step < 32; step <<= 1) total += __shfl_xor_sync(ALL, total, step);
-  weight = mine / total;
-}
+#include "choice.cuh"
+#include "common.cuh"
 
 // `size` bytes, a multiple of 16, into shared memory by the bulk copy engine; `barrier` counts their arrival.
 static __device__ __forceinline__ void copy(void* to, const void* from, int size, u32 barrier, u64 policy) {

@@ -1,5 +1,5 @@
 // A projection of one token in CUDA C++, with what comes before and after it in the same kernel: what
-// triton_fused_linear.py does by row. Compiled at run time after common.cuh, see decode/kernels/cuda_linear.py.
+// triton_fused_linear.py does by row. Compiled at run time, see decode/kernels/cuda_linear.py.
 //
 //   total = x + delta; normed = rms_norm(total); out = normed @ weight.T + bias (+ out)
 //
@@ -10,6 +10,8 @@
 // Constants given by the compiler: COLUMNS and OUTPUTS of the weight, ROWS of it a block takes; 1 or 0: NORM (otherwise
 // x is taken as it is), DELTA, NORMED (it is written), BIAS, RESIDUAL (out is added to), FLOAT_OUT (out is float32
 // and holds what was rounded).
+
+#include "common.cuh"
 
 static __device__ __forceinline__ float round_to(float f) {
   const u32 bits = rounded(f);

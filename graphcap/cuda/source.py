@@ -23,7 +23,6 @@ Constants = tuple[tuple[str, str], ...]
 """Name -> value of what is compiled into a kernel."""
 
 HERE = Path(__file__).parent
-COMMON = "common.cuh"
 
 UNASKED_SHARED_MEMORY = 48 * 1024
 """Bytes of dynamic shared memory that a block of any kernel may have (CUDA C++ programming guide)."""
@@ -188,10 +187,10 @@ def function(
 def compiled(source: str, constants: Constants, capability: tuple[int, int]) -> bytes:
     """Machine code of `source`. Needs no device."""
     _, nvrtc = libraries()
-    text = b"\n".join((HERE / name).read_bytes() for name in (COMMON, source))
+    text = (HERE / source).read_bytes()
     program = asked(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []), source)
     try:
-        options = ["--gpu-architecture=sm_{}{}".format(*capability)]
+        options = ["--gpu-architecture=sm_{}{}".format(*capability), f"--include-path={HERE}"]
         options += [f"--define-macro={name}={value}" for name, value in constants]
         encoded = [option.encode() for option in options]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from graphcap.decode.kernels import cuda_linear
 from graphcap.decode.layer_plan import CUDA_TILES, LayerPlan
 from graphcap.decode.model_shape import ModelShape
-from graphcap.moe.kernels import cuda_down
+from graphcap.decode.plan_key import ExpertSizes
+from graphcap.moe.kernels import cuda_down, cuda_gate_up
+
+_OF_EXPERTS: Mapping[str, Callable[..., str]] = {
+    "pair_gate_up": cuda_gate_up.why_not,
+    "pair_down": cuda_down.why_not,
+}
 
 
 def cuda_obstacles(
@@ -28,16 +35,8 @@ def cuda_obstacles(
             reason = f"they take one row, found {rows}"
         elif plan is not None and plan.layers != "fused":
             reason = f"they are of schedule 'fused', found {plan.layers!r}"
-        elif name == "pair_down":
-            reason = cuda_down.why_not(
-                shape.num_experts,
-                shape.hidden_size,
-                shape.moe_intermediate_size,
-                shape.top_k,
-                dtype,
-                device,
-                tiles.get(name),
-            )
+        elif name in _OF_EXPERTS:
+            reason = _experts_obstacle(name, shape, dtype, device, tiles.get(name))
         else:
             heads = shape.num_heads * shape.head_dim
             columns = heads if name == "output_residual" else shape.hidden_size
@@ -45,6 +44,40 @@ def cuda_obstacles(
         if reason:
             found[name] = reason
     return found
+
+
+def expert_obstacles(
+    sizes: ExpertSizes, dtype: torch.dtype, device: torch.device, rows: int, plan: LayerPlan
+) -> Mapping[str, str]:
+    """As `cuda_obstacles`, of the kernels of routed experts, whatever the rest of the layer is."""
+    found = {}
+    for name in plan.in_cuda:
+        if name in _OF_EXPERTS:
+            if rows != 1:
+                reason = f"they take one row, found {rows}"
+            else:
+                reason = _experts_obstacle(name, sizes, dtype, device, plan.tiles[name])
+            if reason:
+                found[name] = reason
+    return found
+
+
+def _experts_obstacle(
+    name: str,
+    sizes: ModelShape | ExpertSizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    tile: Any,
+) -> str:
+    return _OF_EXPERTS[name](
+        sizes.num_experts,
+        sizes.hidden_size,
+        sizes.moe_intermediate_size,
+        sizes.top_k,
+        dtype,
+        device,
+        tile,
+    )
 
 
 def cuda_plan(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> LayerPlan | None:
@@ -58,6 +91,8 @@ def cuda_plan(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> La
     tiles: dict[str, object] = {
         name: cuda_linear.rows_tile(count) for name, count in outputs.items()
     }
-    tiles["pair_down"] = cuda_down.down_tile(shape.moe_intermediate_size, shape.top_k)
+    inner, top_k = shape.moe_intermediate_size, shape.top_k
+    tiles["pair_gate_up"] = cuda_gate_up.gate_up_tile(shape.hidden_size, inner, top_k)
+    tiles["pair_down"] = cuda_down.down_tile(inner, top_k)
     serving = {name: tile for name, tile in tiles.items() if name not in obstacles}
     return LayerPlan("fused", tiles=serving) if serving else None

@@ -8,12 +8,13 @@ another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from graphcap.decode.cuda_kernels import expert_obstacles
 from graphcap.decode.first_run import first_run
 from graphcap.decode.kernels import FusedLayerKernels
 from graphcap.decode.layer_plan import LayerPlan, default_plan, planned_experts
@@ -26,7 +27,7 @@ from graphcap.decode.plan_choice import (
 )
 from graphcap.decode.plan_files import PlanFile, cache_folder, tables
 from graphcap.decode.plan_key import ExpertSizes, differences, file_name_start
-from graphcap.moe.kernels import ExpertKernels, cuda_down
+from graphcap.moe.kernels import ExpertKernels
 from graphcap.pool import BufferPool
 
 MOST_ROWS = 64
@@ -144,10 +145,11 @@ class ExpertPlans:
                 continue
             plan = tuned.plan.of_experts()
             why = f"{where}: tuned for {tuned.rows} rows"
-            reason, lacks = self._without_cuda(plan, rows), ""
-            if reason:
-                plan = plan.without(plan.in_cuda)
-                lacks = f"pair_down by Triton, not CUDA C++: {reason}"
+            obstacles, lacks = self._without_cuda(plan, rows), ""
+            if obstacles:
+                reason = next(iter(obstacles.values()))
+                plan = plan.without(obstacles)
+                lacks = f"{', '.join(obstacles)} by Triton, not CUDA C++: {reason}"
                 why += f"; {lacks}"
             return PlanChoice(rows, plan, source, why, file=where, lacks=lacks)
         if plain_won:  # of whole layers; with somebody else's attention it says little
@@ -169,22 +171,9 @@ class ExpertPlans:
             plan = replace(plan, block=None)
         return plan
 
-    def _without_cuda(self, plan: LayerPlan, rows: int) -> str:
-        """Why the kernel in CUDA C++ that `plan` wants cannot serve; empty where it can, or wants none."""
-        if not plan.in_cuda:
-            return ""
-        if rows != 1:
-            return f"it takes one row, found {rows}"
-        sizes = self._sizes
-        return cuda_down.why_not(
-            sizes.num_experts,
-            sizes.hidden_size,
-            sizes.moe_intermediate_size,
-            sizes.top_k,
-            self._dtype,
-            self._device,
-            plan.tiles["pair_down"],
-        )
+    def _without_cuda(self, plan: LayerPlan, rows: int) -> Mapping[str, str]:
+        """What of `plan` cannot be made in CUDA C++ here, and why."""
+        return expert_obstacles(self._sizes, self._dtype, self._device, rows, plan)
 
     def _measured(self, folder: Path) -> Iterator[tuple[str, str, PlanFile]]:
         """(source, what to call it, plans) for experts of these sizes, the cache before the tables."""

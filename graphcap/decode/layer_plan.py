@@ -18,7 +18,7 @@ from graphcap.errors import InputError
 from graphcap.moe.kernels import ExpertKernels
 from graphcap.operations import Operation
 
-_CUDA_KINDS = ("CudaRows", "CudaDown")
+_CUDA_KINDS = ("CudaRows", "CudaGateUp", "CudaDown")
 
 LAYERS = ("fused", "apart", "plain")
 
@@ -62,6 +62,7 @@ CUDA_TILES = {
     "norm_qkv": "CudaRows",
     "output_residual": "CudaRows",
     "norm_router": "CudaRows",
+    "pair_gate_up": "CudaGateUp",
     "pair_down": "CudaDown",
 }
 """Kernels that there are in CUDA C++ as well, for one row: the tile says which one is meant."""
@@ -229,12 +230,13 @@ def _as_router(project: Operation) -> Operation:
 
 def _in_cuda(name: str) -> Operation:
     from graphcap.decode.kernels import cuda_linear
-    from graphcap.moe.kernels import cuda_down
+    from graphcap.moe.kernels import cuda_down, cuda_gate_up
 
     return {
         "norm_qkv": cuda_linear.norm_qkv,
         "output_residual": cuda_linear.output_residual,
         "norm_router": cuda_linear.norm_router,
+        "pair_gate_up": cuda_gate_up.pair_gate_up,
         "pair_down": cuda_down.pair_down,
     }[name]
 

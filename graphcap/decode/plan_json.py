@@ -75,6 +75,7 @@ def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
     from graphcap.decode.kernels.triton_fused_attention import AttendTile
     from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
     from graphcap.moe.kernels.cuda_down import CudaDown
+    from graphcap.moe.kernels.cuda_gate_up import CudaGateUp, no_tile
     from graphcap.moe.kernels.triton_gemm import Tile
     from graphcap.moe.kernels.triton_pairs import PairTile
 
@@ -82,7 +83,7 @@ def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
         "attend": (AttendTile,),
         "gated_gemm": (Tile,),
         "down_gemm": (Tile,),
-        "pair_gate_up": (PairTile,),
+        "pair_gate_up": (PairTile, CudaGateUp),
         "pair_down": (PairTile, CudaDown),
     }.get(kernel, (DotTile, RowsTile, CudaRows))
     kinds = {kind.__name__: kind for kind in known}
@@ -97,6 +98,10 @@ def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
         least = 0 if name in tile._field_defaults else 1  # a switch is an int as well
         if not isinstance(value, int) or not least <= value < _TOO_LARGE:
             raise TypeError(f"{name} of a tile is a count, found {repr(value)[:40]}")
+    if isinstance(tile, CudaGateUp):
+        why = no_tile(tile)
+        if why:
+            raise TypeError(f"a CudaGateUp: {why}")
     if not kind.startswith("Cuda"):
         _check_triton(kind, tile._asdict())
     return tile

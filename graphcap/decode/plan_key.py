@@ -31,14 +31,17 @@ DIMENSIONS = (
 products cuBLAS makes, are not among them."""
 
 SOURCES = (
+    "cuda/choice.cuh",
     "cuda/common.cuh",
     "cuda/down.cu",
+    "cuda/gate_up.cu",
     "cuda/linear.cu",
     "decode/kernels/cuda_linear.py",
     "decode/kernels/triton_fused_attention.py",
     "decode/kernels/triton_fused_linear.py",
     "decode/kernels/triton_norm.py",
     "moe/kernels/cuda_down.py",
+    "moe/kernels/cuda_gate_up.py",
     "moe/kernels/triton.py",
     "moe/kernels/triton_align.py",
     "moe/kernels/triton_gemm.py",

@@ -16,6 +16,7 @@ from graphcap.decode.layer_plan import LayerPlan
 from graphcap.decode.model_shape import ModelShape
 from graphcap.moe.experts import few_pairs
 from graphcap.moe.kernels.cuda_down import ROWS, CudaDown
+from graphcap.moe.kernels.cuda_gate_up import CudaGateUp, unfit
 from graphcap.moe.kernels.triton_gemm import Tile
 from graphcap.moe.kernels.triton_pairs import PairTile
 
@@ -58,6 +59,11 @@ PAIR_DOWNS = (
 HEADROOM = 64
 """Tokens that a sequence of a trial may grow between two resets of the slots."""
 
+CUDA_GATE_UPS = tuple(
+    CudaGateUp(rows, depth, registers)
+    for rows in (32, 16, 64, 48)
+    for depth, registers in ((16, 96), (10, 80), (8, 64))
+)
 CUDA_ROWS = (2, 4, 8, 10, 16, 20)
 ROUTERS = ((4, 4, 8), (4, 4, 16), (4, 4, 99), (8, 4, 8), (8, 4, 99), (4, 2, 8), (2, 4, 4))
 GROUPED = (
@@ -120,7 +126,16 @@ def knobs(
         yield "gated_gemm", [_tile("gated_gemm", tile) for tile in GATED]
         yield "down_gemm", [_tile("down_gemm", tile) for tile in GROUPED]
     else:
-        yield "pair_gate_up", [_tile("pair_gate_up", tile) for tile in PAIR_GATE_UPS]
+        hidden, inner = shape.hidden_size, shape.moe_intermediate_size
+        blocks = (
+            [in_cuda["pair_gate_up"], *(t for t in CUDA_GATE_UPS if not unfit(t, hidden, inner))]
+            if "pair_gate_up" in in_cuda
+            else []
+        )
+        yield (
+            "pair_gate_up",
+            [_tile("pair_gate_up", tile) for tile in (*dict.fromkeys(blocks), *PAIR_GATE_UPS)],
+        )
         slabs = (
             [n for n in ROWS if n <= in_cuda["pair_down"].rows] if "pair_down" in in_cuda else []
         )

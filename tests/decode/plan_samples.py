@@ -17,7 +17,7 @@ from graphcap.decode.plan_files import PlanFile, TunedBucket
 from graphcap.decode.plan_key import PlanKey, kernels_digest, versions_here
 from graphcap.decode.schedule import Schedule
 from graphcap.decode.shapes import preset
-from graphcap.moe.kernels import cuda_down
+from graphcap.moe.kernels import cuda_down, cuda_gate_up
 
 H200 = "NVIDIA H200"
 SEED = preset("seed-64")
@@ -27,7 +27,7 @@ def pretend(
     monkeypatch: pytest.MonkeyPatch, name: str = H200, capability: tuple[int, int] = (9, 0)
 ) -> None:
     """A CUDA device `name`, as far as a schedule asks, where CUDA C++ can be compiled."""
-    for kernels in (cuda_linear, cuda_down):
+    for kernels in (cuda_linear, cuda_gate_up, cuda_down):
         monkeypatch.setattr(kernels, "obstacle", lambda device: "")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)

@@ -22,8 +22,9 @@ from graphcap.decode.layer_plan import CUDA_TILES, LayerPlan, planned
 from graphcap.decode.plan_json import plan_from_json, plan_to_json
 from graphcap.decode.shapes import preset
 from graphcap.errors import BackendError, InputError
-from graphcap.moe.kernels import Backend, cuda_down
+from graphcap.moe.kernels import Backend, cuda_down, cuda_gate_up
 from graphcap.moe.kernels.cuda_down import CudaDown
+from graphcap.moe.kernels.cuda_gate_up import CudaGateUp
 from graphcap.tuning.space import knobs, starts
 
 CPU = torch.device("cpu")
@@ -33,6 +34,7 @@ IN_CUDA = {
     "norm_qkv": CudaRows(20),
     "output_residual": CudaRows(8),
     "norm_router": CudaRows(2),
+    "pair_gate_up": CudaGateUp(16, 8, 64),
     "pair_down": CudaDown(16),
 }
 PLAN = LayerPlan("fused", tiles={**IN_CUDA, "attend": AttendTile(5, 64, 8)})
@@ -40,13 +42,13 @@ PLAN = LayerPlan("fused", tiles={**IN_CUDA, "attend": AttendTile(5, 64, 8)})
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_linear, "obstacle", lambda device: "")
-    monkeypatch.setattr(cuda_down, "obstacle", lambda device: "")
+    for kernels in (cuda_linear, cuda_gate_up, cuda_down):
+        monkeypatch.setattr(kernels, "obstacle", lambda device: "")
 
 
 def test_sources_are_packaged() -> None:
     names = {path.name for path in source.HERE.iterdir()}
-    assert {"common.cuh", "linear.cu", "down.cu"} <= names
+    assert {"common.cuh", "choice.cuh", "linear.cu", "gate_up.cu", "down.cu"} <= names
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -175,6 +177,11 @@ def test_everything_compiles_without_a_device() -> None:
     linear = {"HALF": 0, "PDL": 1, "COLUMNS": 512, "OUTPUTS": 37, "ROWS": 5, "NORM": 1, "DELTA": 1}
     linear |= {"NORMED": 1, "BIAS": 1, "RESIDUAL": 0, "FLOAT_OUT": 1}
     assert source.compiled("linear.cu", source.as_constants(linear), (9, 0))
+    experts = {"HALF": 1, "PDL": 1, "E": 512, "H": 256, "INNER": 256, "K": 3, "ROWS": 8}
+    experts |= {"RENORMALIZE": 0, "row_id_t": "int"}
+    assert source.compiled("down.cu", source.as_constants(experts), (9, 0))
+    experts |= {"DEPTH": 8, "REGISTERS": 64}
+    assert source.compiled("gate_up.cu", source.as_constants(experts), (9, 0))
     with pytest.raises(BackendError, match=r"linear\.cu: expected NVRTC to compile it"):
         source.compiled("linear.cu", source.as_constants({**linear, "ROWS": "banana"}), (9, 0))
 
@@ -189,7 +196,13 @@ def test_plans_in_cuda_pass_through_json() -> None:
 
 @pytest.mark.parametrize(
     ("name", "tile"),
-    [("attend", CudaRows(4)), ("pair_gate_up", CudaDown(8)), ("norm_qkv", CudaDown(8))],
+    [
+        ("attend", CudaRows(4)),
+        ("pair_gate_up", CudaDown(8)),
+        ("pair_down", CudaGateUp(16, 8, 64)),
+        ("gated_gemm", CudaGateUp(16, 8, 64)),
+        ("norm_qkv", CudaDown(8)),
+    ],
 )
 def test_a_tile_of_another_kernel_is_refused(name: str, tile: object) -> None:
     with pytest.raises(InputError, match=name):
@@ -200,10 +213,16 @@ def test_the_tile_says_which_kernel_runs() -> None:
     found = planned(TRITON, PLAN)
     pairs = found.decode.experts.pairs
     assert pairs is not None
-    made = [found.norm_qkv, found.output_residual, found.norm_router, pairs.down]
-    assert [each.implementation for each in made] == ["cuda: linear"] * 3 + ["cuda: pair_down"]
+    made = [found.norm_qkv, found.output_residual, found.norm_router, pairs.gate_up, pairs.down]
+    assert [each.implementation for each in made] == [
+        *["cuda: linear"] * 3,
+        "cuda: pair_gate_up",
+        "cuda: pair_down",
+    ]
     assert [each.name for each in made] == sorted(IN_CUDA, key=list(IN_CUDA).index)
-    others = (found.attend, pairs.gate_up, planned(TRITON, LayerPlan("fused")).norm_qkv)
+    plain = planned(TRITON, LayerPlan("fused"))
+    assert plain.decode.experts.pairs is not None
+    others = (found.attend, plain.decode.experts.pairs.gate_up, plain.norm_qkv)
     assert all(each.implementation.startswith("triton") for each in others)
 
 
@@ -229,8 +248,16 @@ def test_what_serves_a_shape_is_what_a_search_starts_from() -> None:
         for tile in change(cuda).tiles.values()
     }
     assert {CudaRows(20), CudaRows(2), CudaDown(16), CudaDown(8)} <= tried
+    blocks = {tile for tile in tried if isinstance(tile, CudaGateUp)}
+    assert {CudaGateUp(32, 16, 96), CudaGateUp(16, 8, 64), CudaGateUp(64, 10, 80)} <= blocks
+    sizes = (SEED.num_experts, SEED.hidden_size, SEED.moe_intermediate_size, SEED.top_k)
+    assert not any(cuda_gate_up.why_not(*sizes, BF16, CPU, tile) for tile in blocks)
+    without = cuda.without(["pair_gate_up"])
+    for _, changes in knobs(without, SEED, 1, 256, without):
+        tiles = (change(without).tiles.get("pair_gate_up") for change in changes)
+        assert not any(isinstance(tile, CudaGateUp) for tile in tiles)
     tiny = cuda_plan(preset("tiny"), BF16, CPU)
-    assert tiny is None or "pair_down" not in tiny.in_cuda
+    assert tiny is None or not {"pair_gate_up", "pair_down"} & set(tiny.in_cuda)
 
 
 def test_a_tuned_plan_runs_without_what_cannot_be_compiled(
@@ -241,10 +268,9 @@ def test_a_tuned_plan_runs_without_what_cannot_be_compiled(
     file = file_of(bucket(1, 256, PLAN))
     file.write(tmp_path / file.key.file_name)
     monkeypatch.setattr(cuda_linear, "obstacle", lambda device: "there is no NVRTC")
-    monkeypatch.setattr(cuda_down, "obstacle", lambda device: "")
     choice = schedule_of(TRITON).choice(1)
     assert choice.source == "cache"
-    assert choice.plan.in_cuda == ("pair_down",)
+    assert choice.plan.in_cuda == ("pair_down", "pair_gate_up")
     assert (
         "norm_qkv, norm_router, output_residual by Triton, not CUDA C++: there is no" in choice.why
     )

@@ -15,6 +15,7 @@ from graphcap.errors import InputError
 ATTEND = {"tile": "AttendTile", "splits": 2, "tokens": 16, "warps": 4}
 ROWS = {"tile": "RowsTile", "rows": 4, "warps": 4, "lanes": 1}
 DOT = {"tile": "DotTile", "n": 16, "depth": 64, "warps": 4, "stages": 2}
+GATE_UP = {"tile": "CudaGateUp", "rows": 32, "depth": 16, "registers": 96}
 GEMM = {"tile": "Tile", "n": 16, "k": 32, "warps": 4, "stages": 2}
 
 
@@ -44,6 +45,35 @@ def test_every_packaged_plan_is_taken() -> None:
         ("norm_qkv", {**ROWS, "rows": 3}, "rows of a RowsTile: expected a power of two, found 3"),
         ("norm_qkv", {**ROWS, "lanes": 3}, ""),
         ("norm_qkv", {"tile": "CudaRows", "rows": 20}, ""),  # CUDA C++ takes other numbers
+        ("pair_gate_up", GATE_UP, ""),
+        ("pair_gate_up", {**GATE_UP, "rows": 48, "depth": 10, "registers": 72}, ""),
+        ("pair_down", GATE_UP, "one of PairTile, CudaDown, found 'CudaGateUp'"),
+        ("pair_gate_up", {"tile": "CudaDown", "rows": 8}, "one of PairTile, CudaGateUp, found"),
+        ("pair_gate_up", {**GATE_UP, "rows": 24}, "takes 64, 48, 32, 16 or 8 outputs, found 24"),
+        ("pair_gate_up", {**GATE_UP, "rows": True}, "outputs, found True"),
+        (
+            "pair_gate_up",
+            {**GATE_UP, "rows": 8},
+            "has 4 to 8 loads on their way, its rows, found 16",
+        ),
+        (
+            "pair_gate_up",
+            {**GATE_UP, "depth": 3},
+            "has 4 to 32 loads on their way, its rows, found 3",
+        ),
+        ("pair_gate_up", {**GATE_UP, "depth": 0}, "depth of a tile is a count, found 0"),
+        ("pair_gate_up", {**GATE_UP, "registers": 88}, "8 registers from 96 to 128, found 88"),
+        ("pair_gate_up", {**GATE_UP, "registers": 100}, "a multiple of 8 registers from 96"),
+        ("pair_gate_up", {**GATE_UP, "registers": 136}, "to 128, found 136"),
+        ("pair_gate_up", {**GATE_UP, "depth": 8, "registers": 56}, "from 64 to 128, found 56"),
+        (
+            "pair_gate_up",
+            {**GATE_UP, "rows": 64, "depth": 8, "registers": 64},
+            "from 80 to 128, found 64",
+        ),
+        ("pair_gate_up", {"tile": "CudaGateUp", "rows": 32}, "missing 2 required"),
+        ("pair_gate_up", {**GATE_UP, "warps": 4}, "unexpected keyword argument 'warps'"),
+        ("pair_gate_up", {**GATE_UP, "registers": "96"}, "registers of a tile is a count"),
         ("attend", {**ATTEND, "splits": 65}, ""),
         ("attend", {**ATTEND, "tokens": 24}, "tokens of an AttendTile"),
         ("attend", {**ATTEND, "tokens": 8}, "power of two of at least 16, found 8"),

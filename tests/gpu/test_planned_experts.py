@@ -142,12 +142,13 @@ def test_all_of_them_are_compiled_ahead_with_the_weights_of_one_expert(device) -
         pytest.skip(source.obstacle(device))
     found = plans(SEED, device)
     shapes = ((256, 1024, 2048), (256, 2048, 512))
-    if "pair_down" in found.choice(1).plan.in_cuda:
+    in_cuda = found.choice(1).plan.in_cuda
+    if in_cuda:
         source.function.cache_clear()
         cuda_down._kernel.cache_clear()  # another test may have had it loaded
         ahead.our_experts(found, [1], True, device, shapes, BF16, 8)
         torch.cuda.synchronize()
-        assert source.function.cache_info().currsize == 1
+        assert source.function.cache_info().currsize == len(in_cuda)
     ahead.our_experts(found, [2, 16, 64], True, device, shapes, BF16, 8)
     torch.cuda.synchronize()
 
