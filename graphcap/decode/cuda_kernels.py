@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from graphcap.decode.kernels import cuda_linear
+from graphcap.decode.kernels.cuda_linear import CudaJoinRows
 from graphcap.decode.layer_plan import CUDA_TILES, LayerPlan
 from graphcap.decode.model_shape import ModelShape
 from graphcap.moe.kernels import cuda_down
@@ -37,6 +38,15 @@ def cuda_obstacles(
                 dtype,
                 device,
                 tiles.get(name),
+            )
+        elif isinstance(tiles.get(name), CudaJoinRows):
+            reason = cuda_linear.why_not_joined(
+                shape.num_heads,
+                shape.head_dim,
+                tiles["attend"].splits,
+                dtype,
+                device,
+                tiles[name],
             )
         else:
             heads = shape.num_heads * shape.head_dim
