@@ -65,7 +65,8 @@ CUDA_TILES = {
     "norm_router": "CudaRows",
     "pair_down": "CudaDown",
 }
-"""Kernels that there are in CUDA C++ as well, for one row: the tile says which one is meant."""
+"""Kernels that there are in CUDA C++ as well, for one row: the tile says which one is meant. A CudaJoinRows
+of output_residual is a CudaRows that joins the splits of attention besides (see `LayerPlan.joins`)."""
 
 CHAINED = (*TILED, "add_norm", "top_k", "align", "merge")
 """Kernels that can be launched by programmatic dependent launch."""

@@ -67,7 +67,7 @@ JOINED_START = AttendTile(5, 64, 8)
 """Of attention whose splits are joined by the output projection, where that is measured first."""
 
 MOST_ITERATIONS = 4
-"""Of a split that is joined by the output projection: with more the chain of the split is what takes time."""
+"""Of a split that is joined by the output projection; tiles with more are not tried."""
 
 CUDA_ROWS = (2, 4, 8, 10, 16, 20)
 ROUTERS = ((4, 4, 8), (4, 4, 16), (4, 4, 99), (8, 4, 8), (8, 4, 99), (4, 2, 8), (2, 4, 4))

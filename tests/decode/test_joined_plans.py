@@ -1,28 +1,19 @@
 """Plans whose output projection joins the splits of attention: whom they serve, what becomes of them where
-attention runs by another tile, and that a layer by one of them is the same layer.
-
-The kernel itself needs a device, see tests/gpu/test_cuda_joined.py; here one of torch's stands in for it."""
+attention runs by another tile, and what a search tries of them."""
 
 from __future__ import annotations
 
-import ctypes
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from decoders import batch_at, make_cache
-from fused_shapes import draw_small
 from plan_samples import SEED, bucket, file_of, pretend, schedule_of
-from triton_support import ON_GPU
 
 pytest.importorskip("triton", minversion="3.0")
 
 from graphcap.cuda import source
-from graphcap.decode import schedule as schedule_module
-from graphcap.decode.cache import NULL_BLOCK
 from graphcap.decode.cuda_kernels import cuda_obstacles, cuda_plan
 from graphcap.decode.kernels import cuda_linear, decode_kernels
 from graphcap.decode.kernels.cuda_linear import MOST_PARTS, CudaJoinRows, CudaRows
@@ -30,11 +21,8 @@ from graphcap.decode.kernels.triton_fused_attention import AttendTile
 from graphcap.decode.kernels.triton_fused_linear import RowsTile
 from graphcap.decode.layer_plan import LayerPlan, can_join, planned
 from graphcap.decode.plan_json import plan_from_json, plan_to_json
-from graphcap.decode.step import DecodeStep
-from graphcap.errors import BackendError, InputError
+from graphcap.errors import InputError
 from graphcap.moe.kernels import Backend, cuda_down
-from graphcap.operations import Operation, observed_by
-from graphcap.pool import BufferPool
 from graphcap.tuning.space import HEADROOM, MOST_ITERATIONS, joined_tiles, knobs, starts
 
 CPU = torch.device("cpu")
@@ -260,123 +248,3 @@ def test_long_sequences_are_not_joined() -> None:
             assert can_join(tile)
             assert tile.splits * tile.tokens * MOST_ITERATIONS >= context + HEADROOM
             assert (tile.splits - 1) * tile.tokens < context + HEADROOM
-
-
-# -- a layer -------------------------------------------------------------------------------------
-
-
-def join_and_project(
-    partial: torch.Tensor,
-    lse: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    capacity: int,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    tokens: int,
-    tile: CudaJoinRows,
-    pdl: bool,
-) -> None:
-    """What `output_residual_joined` says of itself, in float64 and for any number of rows."""
-    assert (tile, pdl) == (CudaJoinRows(4), True)
-    splits = lse.shape[2] - 1
-    joined = torch.zeros(*partial.shape[:2], partial.shape[3], dtype=torch.float64)
-    for row in range(len(slots)):
-        if slots[row] < 0:
-            continue
-        cached = min(int(seq_lens[row]), capacity) - 1
-        share = max(1, math.ceil(cached / splits / tokens)) * tokens
-        there = 1 + math.ceil(cached / share)
-        shares = torch.softmax(lse[row, :, :there].double() * torch.log(torch.tensor(2.0)), 1)
-        joined[row] = torch.einsum("hs,hsd->hd", shares, partial[row, :, :there].double())
-    total = joined.flatten(1) @ weight.double().T
-    residual += (total if bias is None else total + bias.double()).to(residual.dtype)
-
-
-class Seen:
-    """Notes the operations of a step and runs them."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.kernels: list[str] = []
-
-    def operation(self, operation: Operation, args: tuple[Any, ...], kwargs: dict) -> None:
-        self.names.append(operation.name)
-        self.kernels.append(operation.implementation)
-        with observed_by(None):
-            operation(*args, **kwargs)
-
-
-@pytest.mark.skipif(ON_GPU, reason="the small decoders of these tests live on the CPU")
-@pytest.mark.parametrize("tile", [AttendTile(2, 16, 1), AttendTile(5, 16, 1)])
-def test_a_joined_layer_is_the_fused_layer(
-    monkeypatch: pytest.MonkeyPatch, tile: AttendTile
-) -> None:
-    """Rows of one, some and many cached tokens, and padding; on a frozen pool that is poisoned."""
-    monkeypatch.setattr(schedule_module, "cuda_obstacles", lambda *_: {})
-    own = Operation("output_residual", "tests", join_and_project)
-    monkeypatch.setattr(cuda_linear, "output_residual_joined", own)
-    weights = draw_small(num_layers=2)
-    found = {}
-    plans = {"fused": LayerPlan("fused", {"attend": tile})}
-    plans["joined"] = plans["fused"].with_tile("output_residual", CudaJoinRows(4))
-    for name, plan in plans.items():
-        cache = make_cache(weights, max_context=64)
-        cache.fill_random(3)
-        pool = BufferPool("cpu")
-        how: Any = {"schedule": "fused", "plans": lambda rows, plan=plan: plan}
-        step = DecodeStep(weights, cache, TRITON, pool, **how)
-        tables = torch.stack([cache.allocate(64) for _ in range(4)])
-        slots = batch_at(tables, [0, 7, 60, 1], [5, 6, 7, 8])
-        slots["block_tables"][-1], slots["slot_mapping"][-1] = NULL_BLOCK, -1
-        slots["positions"][-1], slots["seq_lens"][-1] = 0, 1
-        start = {key: tensor.clone() for key, tensor in slots.items()}
-        first = step(slots)["logits"][:3].clone()
-        pool.freeze()
-        pool.poison()
-        for key, tensor in start.items():
-            slots[key].copy_(tensor)
-        seen = Seen()
-        with observed_by(seen):
-            again = step(slots)["logits"][:3].clone()
-        assert torch.equal(first, again)
-        buffers = set(pool.plan.offsets)
-        assert ("attended" in buffers) == (name == "fused")
-        assert {"attend/partial", "attend/lse"} <= buffers
-        found[name] = (first, seen, cache)
-    torch.testing.assert_close(found["joined"][0], found["fused"][0], rtol=1e-4, atol=1e-4)
-    assert found["joined"][1].names == found["fused"][1].names
-    assert found["joined"][1].kernels.count("tests") == 2
-    assert found["joined"][1].kernels.count("triton: fused_attention, not joined") == 2
-    caches = [[*found[name][2].keys, *found[name][2].values] for name in plans]
-    for ours, theirs in zip(*caches, strict=True):
-        torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-4, atol=1e-4)
-
-
-# -- code ----------------------------------------------------------------------------------------
-
-
-def test_an_integer_is_passed_as_one() -> None:
-    assert source._passed(320) == (320, ctypes.c_int32)
-    assert source._passed(1e-6) == (1e-6, ctypes.c_float)
-
-
-@pytest.mark.parametrize("parts", [2, 5, 6, MOST_PARTS])
-def test_it_compiles_without_a_device(parts: int) -> None:
-    try:
-        source.libraries()
-    except BackendError as error:
-        pytest.skip(str(error))
-    values = {
-        "HALF": 0,
-        "PDL": 1,
-        "COLUMNS": 2048,
-        "OUTPUTS": 37,
-        "ROWS": 16,
-        "BIAS": 1,
-        "RESIDUAL": 1,
-    }
-    values |= {"NORM": 0, "DELTA": 0, "NORMED": 0, "FLOAT_OUT": 0}
-    values |= {"PARTS": parts, "HEAD": 128, "TOKENS": 64, "SLOT64": 1}
-    assert source.compiled("linear.cu", source.as_constants(values), (9, 0))

@@ -1,7 +1,8 @@
 """Projections of one token in CUDA C++ (``cuda/linear.cu``); signatures as in `triton_fused_linear`.
 
 What they do besides: all weights of a projection are in registers before the kernel before has ended,
-without a second wave of programs. What a plan with them gains stands in the packaged table of plans.
+without a second wave of programs; and the output projection can join the splits of attention itself, in place
+of attention's second kernel. What a plan with them gains stands in the packaged table of plans.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ MOST_ROWS = 20
 
 
 MOST_PARTS = 9
-"""Of a head's attention that a block joins: the new token and eight splits. A block reads every part of every
-head, which with more of them takes longer than a kernel that joins them once."""
+"""Of a head's attention that a block joins: the new token and eight splits. Every block reads all parts, of
+2,048 columns 8 KiB each."""
 
 
 class CudaRows(NamedTuple):
