@@ -194,6 +194,9 @@ def test_every_length(device: torch.device, case: Case) -> None:
     assert worst[0] < 4 * STEP[case.dtype]
     assert worst[1] < 4 * STEP[case.dtype]
     assert worst[2] < 0.25
+    for name, ours in token.parts.items():  # what attend leaves, whoever joins it
+        theirs = token.scratch[name]
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -338,6 +341,7 @@ def test_a_decoder_by_a_joined_plan_decodes_the_same_tokens(
         if schedule == "auto":
             choice = decoder.step.bucket_choice(1)
             assert (choice.source, choice.plan) == ("cache", plan)
+            assert choice.plan.joins
             census = decoder.manager.recording(1).census()
             nodes = {row.operation: (row.implementation, row.nodes) for row in census.rows}
             names = {kernel.name for kernel in census.kernels}
