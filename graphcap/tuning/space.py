@@ -64,7 +64,8 @@ HEADROOM = 64
 """Tokens that a sequence of a trial may grow between two resets of the slots."""
 
 JOINED_START = AttendTile(5, 64, 8)
-"""Of attention whose splits are joined by the output projection, where that is measured first."""
+"""Of attention whose splits are joined by the output projection, where that is measured first and attention
+has no tile that can be joined."""
 
 MOST_ITERATIONS = 4
 """Of a split that is joined by the output projection; tiles with more are not tried."""
@@ -106,9 +107,10 @@ def starts(rows: int, cuda: LayerPlan | None = None) -> list[LayerPlan]:
         # Together: one alone gains little, as the others leave it no room to start early.
         found.append(cuda)
         if "output_residual" in cuda.tiles:
-            joined = CudaJoinRows(cuda.tiles["output_residual"].rows)
-            few = cuda.with_tile("attend", JOINED_START)
-            found.append(few.with_tile("output_residual", joined))
+            few = cuda.tiles.get("attend")
+            few = few if can_join(few) else JOINED_START
+            rows_of = CudaJoinRows(cuda.tiles["output_residual"].rows)
+            found.append(cuda.with_tile("attend", few).with_tile("output_residual", rows_of))
     if rows >= 2:
         found.append(LayerPlan("apart", block=16))
         found.append(LayerPlan("apart", blas=frozenset({"qkv", "output"}), block=16))

@@ -512,28 +512,43 @@ def attend(
         tile: None: `attend_tile`.
         pdl: use programmatic dependent launch where the device has it.
     """
-    rows, heads, d = out.shape
     tile = _tile(qkv, key_cache, block_tables) if tile is None else tile
     given = (qkv, q_norm, k_norm, cos_sin, positions, slots, block_tables, seq_lens)
     caches = (key_cache, value_cache)
     attend_parts.function(*given, *caches, partial, lse, eps, scale, tile, pdl)
     capacity = block_tables.shape[1] * key_cache.shape[1]
-    block_d = max(16, triton.next_power_of_2(d))
-    block_s = triton.next_power_of_2(1 + tile.splits)
-    options = pdl_options(qkv) if pdl else {"PDL": False}
+    join(partial, lse, out, slots, seq_lens, tile.splits, tile.tokens, capacity, pdl)
+
+
+def join(
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    out: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    splits: int,
+    tokens: int,
+    capacity: int,
+    pdl: bool = True,
+) -> None:
+    """out (M, Hq, D) of the parts that `splits` and `tokens` of a tile, and the tokens of a block table,
+    `capacity`, make of each sequence; padding is zero."""
+    rows, heads, d = out.shape
+    block_s = triton.next_power_of_2(1 + splits)
+    options = pdl_options(out) if pdl else {"PDL": False}
     # 16 KiB of partial results a program at the most, but no less than a sector of each.
-    columns = min(block_d, max(8, 4096 // block_s))
+    columns = min(max(16, triton.next_power_of_2(d)), max(8, 4096 // block_s))
     _attend_join_kernel[(heads, triton.cdiv(d, columns), rows)](
         partial,
         lse,
         out,
         slots,
         seq_lens,
-        tile.splits,
+        splits,
         capacity,
         HEADS=heads,
         D=d,
-        BLOCK_T=tile.tokens,
+        BLOCK_T=tokens,
         BLOCK_S=block_s,
         BLOCK_D=columns,
         num_warps=min(4, max(1, block_s * columns // 1024)),
