@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from graphcap.decode.kernels import DecodeKernels, FusedLayerKernels
+from graphcap.decode.kernels.cuda_linear import MOST_PARTS, CudaJoinRows, CudaRows
 from graphcap.errors import InputError
 from graphcap.moe.kernels import ExpertKernels
 from graphcap.operations import Operation
 
-_CUDA_KINDS = ("CudaRows", "CudaGateUp", "CudaDown")
+_CUDA_KINDS = ("CudaRows", "CudaJoinRows", "CudaGateUp", "CudaDown")
 
 LAYERS = ("fused", "apart", "plain")
 
@@ -65,7 +66,8 @@ CUDA_TILES = {
     "pair_gate_up": "CudaGateUp",
     "pair_down": "CudaDown",
 }
-"""Kernels that there are in CUDA C++ as well, for one row: the tile says which one is meant."""
+"""Kernels that there are in CUDA C++ as well, for one row: the tile says which one is meant. A CudaJoinRows
+of output_residual is a CudaRows that joins the splits of attention besides (see `LayerPlan.joins`)."""
 
 CHAINED = (*TILED, "add_norm", "top_k", "align", "merge")
 """Kernels that can be launched by programmatic dependent launch."""
@@ -104,19 +106,49 @@ class LayerPlan:
                 )
         for name, tile in self.tiles.items():
             kind = type(tile).__name__
-            if kind.startswith("Cuda") and CUDA_TILES.get(name) != kind:
+            joining = name == "output_residual" and isinstance(tile, CudaJoinRows)
+            if kind.startswith("Cuda") and CUDA_TILES.get(name) != kind and not joining:
                 raise InputError(f"tiles of a plan: {name} is not made by kernels with a {kind}")
+            attend = self.tiles.get("attend")
+            if joining and not can_join(attend):
+                found = "none" if attend is None else f"one of {attend.splits}"
+                raise InputError(
+                    f"tiles of a plan: output_residual with a CudaJoinRows joins what attend leaves, "
+                    f"expected a tile of attend of at most {MOST_PARTS - 1} splits, found {found}; give it "
+                    f"one, or output_residual a CudaRows"
+                )
+
+    def __eq__(self, other: object) -> bool:
+        """Tiles of two kinds may hold the same numbers, and are tuples."""
+        return isinstance(other, LayerPlan) and self._what_counts() == other._what_counts()
+
+    def _what_counts(self) -> tuple[Any, ...]:
+        tiles = {name: (type(tile), tile) for name, tile in self.tiles.items()}
+        return self.layers, tiles, self.blas, self.without_pdl, self.block
 
     @property
     def in_cuda(self) -> tuple[str, ...]:
         """The kernels that this plan wants in CUDA C++."""
         return tuple(n for n, t in sorted(self.tiles.items()) if type(t).__name__ in _CUDA_KINDS)
 
+    @property
+    def joins(self) -> bool:
+        """Whether output_residual joins the splits of attention, which attend then leaves as they are."""
+        return self.layers == "fused" and isinstance(
+            self.tiles.get("output_residual"), CudaJoinRows
+        )
+
     def without(self, names: Iterable[str]) -> LayerPlan:
-        """The same with these kernels' own choice of a tile."""
+        """The same with these kernels' own choice of a tile. Without one of attend nothing can join its
+        splits: output_residual keeps its rows, and attention its own second kernel."""
         names = set(names)
         tiles = {name: tile for name, tile in self.tiles.items() if name not in names}
-        return replace(self, tiles=tiles)
+        return replace(self, tiles=_that_can_join(tiles))
+
+    def with_tile(self, name: str, tile: Any) -> LayerPlan:
+        """The same with this tile; where it is one of attend whose splits are too many to be joined by
+        output_residual, that one keeps its rows and joins nothing."""
+        return replace(self, tiles=_that_can_join({**self.tiles, name: tile}))
 
     def of_experts(self) -> LayerPlan:
         """What it says of the kernels in `EXPERT_CHAIN`, and nothing else."""
@@ -126,6 +158,18 @@ class LayerPlan:
             blas=frozenset(),
             without_pdl=self.without_pdl.intersection(EXPERT_CHAIN),
         )
+
+
+def can_join(attend: Any) -> bool:
+    """Whether output_residual can join what attend leaves by the tile `attend`; None: by its own choice."""
+    return attend is not None and 1 + attend.splits <= MOST_PARTS
+
+
+def _that_can_join(tiles: Mapping[str, Any]) -> Mapping[str, Any]:
+    own = tiles.get("output_residual")
+    if isinstance(own, CudaJoinRows) and not can_join(tiles.get("attend")):
+        return {**tiles, "output_residual": CudaRows(own.rows)}
+    return tiles
 
 
 def default_plan(rows: int) -> LayerPlan:
@@ -143,6 +187,8 @@ class PlannedKernels:
 
     Attributes:
         decode: for what no plan touches; its `experts` are those of the plan.
+        parts: of each head that `attend` leaves for `output_residual` to join, by a plan that `joins`; both
+            are then called as `attend_parts` and `output_residual_joined`. 0: attend joins them itself.
     """
 
     decode: DecodeKernels
@@ -154,6 +200,7 @@ class PlannedKernels:
     qkv: Operation
     output: Operation
     router: Operation
+    parts: int = 0
 
 
 def planned(kernels: DecodeKernels, plan: LayerPlan) -> PlannedKernels:
@@ -167,16 +214,23 @@ def planned(kernels: DecodeKernels, plan: LayerPlan) -> PlannedKernels:
     def projection(name: str) -> Operation:
         return kernels.linear if name in plan.blas else by_plan(name, fused.project)
 
+    attend, output_residual = fused.attend, fused.output_residual
+    if plan.joins:
+        attend, output_residual = _joining(plan)
+    else:
+        attend = by_plan("attend", attend)
+        output_residual = by_plan("output_residual", output_residual)
     return PlannedKernels(
         replace(kernels, experts=planned_experts(kernels.experts, fused, plan)),
         by_plan("norm_qkv", fused.norm_qkv),
-        by_plan("attend", fused.attend),
-        by_plan("output_residual", fused.output_residual),
+        attend,
+        output_residual,
         by_plan("norm_router", fused.norm_router),
         by_plan("add_norm", kernels.fused_add_rms_norm),
         projection("qkv"),
         projection("output"),
         by_plan("router", fused.project.named("router GEMM")),
+        1 + plan.tiles["attend"].splits if plan.joins else 0,
     )
 
 
@@ -216,6 +270,24 @@ def _by_plan(plan: LayerPlan, name: str, operation: Operation) -> Operation:
         scratch = _attend_scratch(plan.tiles[name])
     return Operation(
         operation.name, operation.implementation, partial(operation.function, **options), scratch
+    )
+
+
+def _joining(plan: LayerPlan) -> tuple[Operation, Operation]:
+    """`attend_parts` and `output_residual_joined` by a plan that `joins`."""
+    from graphcap.decode.kernels import cuda_linear
+    from graphcap.decode.kernels.triton_fused_attention import attend_parts
+
+    def bound(name: str, operation: Operation, **more: int) -> Operation:
+        options = {"pdl": name not in plan.without_pdl, "tile": plan.tiles[name], **more}
+        return Operation(
+            operation.name, operation.implementation, partial(operation.function, **options)
+        )
+
+    tokens = plan.tiles["attend"].tokens
+    return (
+        bound("attend", attend_parts),
+        bound("output_residual", cuda_linear.output_residual_joined, tokens=tokens),
     )
 
 

@@ -71,7 +71,7 @@ def plan_from_json(found: Mapping[str, Any]) -> LayerPlan:
 
 
 def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
-    from graphcap.decode.kernels.cuda_linear import CudaRows
+    from graphcap.decode.kernels.cuda_linear import CudaJoinRows, CudaRows
     from graphcap.decode.kernels.triton_fused_attention import AttendTile
     from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
     from graphcap.moe.kernels.cuda_down import CudaDown
@@ -81,6 +81,7 @@ def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
 
     known: tuple[Any, ...] = {
         "attend": (AttendTile,),
+        "output_residual": (DotTile, RowsTile, CudaRows, CudaJoinRows),
         "gated_gemm": (Tile,),
         "down_gemm": (Tile,),
         "pair_gate_up": (PairTile, CudaGateUp),
