@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from graphcap.decode.kernels import cuda_linear
+from graphcap.decode.kernels import cuda_attend, cuda_linear
 from graphcap.decode.layer_plan import CUDA_TILES, LayerPlan
 from graphcap.decode.model_shape import ModelShape
 from graphcap.moe.kernels import cuda_down
@@ -38,6 +38,16 @@ def cuda_obstacles(
                 device,
                 tiles.get(name),
             )
+        elif name == "attend":
+            reason = cuda_attend.why_not(
+                shape.head_dim,
+                shape.rotated,
+                shape.num_heads,
+                shape.num_kv_heads,
+                dtype,
+                device,
+                tiles.get(name),
+            )
         else:
             heads = shape.num_heads * shape.head_dim
             columns = heads if name == "output_residual" else shape.hidden_size
@@ -47,8 +57,14 @@ def cuda_obstacles(
     return found
 
 
-def cuda_plan(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> LayerPlan | None:
-    """A plan of one row with every kernel in CUDA C++ that can serve; None: none can."""
+def cuda_plan(
+    shape: ModelShape, dtype: torch.dtype, device: torch.device, capacity: int = 320
+) -> LayerPlan | None:
+    """A plan of one row with every kernel in CUDA C++ that can serve; None: none can.
+
+    Args:
+        capacity: tokens that a sequence may have.
+    """
     obstacles = cuda_obstacles(shape, dtype, device, 1)
     outputs = {
         "norm_qkv": (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim,
@@ -58,6 +74,7 @@ def cuda_plan(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> La
     tiles: dict[str, object] = {
         name: cuda_linear.rows_tile(count) for name, count in outputs.items()
     }
+    tiles["attend"] = cuda_attend.cuda_attend_tile(capacity, shape.num_kv_heads)
     tiles["pair_down"] = cuda_down.down_tile(shape.moe_intermediate_size, shape.top_k)
     serving = {name: tile for name, tile in tiles.items() if name not in obstacles}
     return LayerPlan("fused", tiles=serving) if serving else None

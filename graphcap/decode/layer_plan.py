@@ -18,7 +18,7 @@ from graphcap.errors import InputError
 from graphcap.moe.kernels import ExpertKernels
 from graphcap.operations import Operation
 
-_CUDA_KINDS = ("CudaRows", "CudaDown")
+_CUDA_KINDS = ("CudaRows", "CudaDown", "CudaAttend")
 
 LAYERS = ("fused", "apart", "plain")
 
@@ -60,6 +60,7 @@ are graphcap's."""
 
 CUDA_TILES = {
     "norm_qkv": "CudaRows",
+    "attend": "CudaAttend",
     "output_residual": "CudaRows",
     "norm_router": "CudaRows",
     "pair_down": "CudaDown",
@@ -228,11 +229,12 @@ def _as_router(project: Operation) -> Operation:
 
 
 def _in_cuda(name: str) -> Operation:
-    from graphcap.decode.kernels import cuda_linear
+    from graphcap.decode.kernels import cuda_attend, cuda_linear
     from graphcap.moe.kernels import cuda_down
 
     return {
         "norm_qkv": cuda_linear.norm_qkv,
+        "attend": cuda_attend.attend,
         "output_residual": cuda_linear.output_residual,
         "norm_router": cuda_linear.norm_router,
         "pair_down": cuda_down.pair_down,

@@ -71,6 +71,7 @@ def plan_from_json(found: Mapping[str, Any]) -> LayerPlan:
 
 
 def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
+    from graphcap.decode.kernels.cuda_attend import CudaAttend, no_such_tile
     from graphcap.decode.kernels.cuda_linear import CudaRows
     from graphcap.decode.kernels.triton_fused_attention import AttendTile
     from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
@@ -79,7 +80,7 @@ def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
     from graphcap.moe.kernels.triton_pairs import PairTile
 
     known: tuple[Any, ...] = {
-        "attend": (AttendTile,),
+        "attend": (AttendTile, CudaAttend),
         "gated_gemm": (Tile,),
         "down_gemm": (Tile,),
         "pair_gate_up": (PairTile,),
@@ -97,6 +98,8 @@ def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
         least = 0 if name in tile._field_defaults else 1  # a switch is an int as well
         if not isinstance(value, int) or not least <= value < _TOO_LARGE:
             raise TypeError(f"{name} of a tile is a count, found {repr(value)[:40]}")
+    if isinstance(tile, CudaAttend) and (why := no_such_tile(tile)):
+        raise TypeError(f"a CudaAttend: {why}")
     if not kind.startswith("Cuda"):
         _check_triton(kind, tile._asdict())
     return tile

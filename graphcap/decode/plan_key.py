@@ -31,9 +31,11 @@ DIMENSIONS = (
 products cuBLAS makes, are not among them."""
 
 SOURCES = (
+    "cuda/attend.cu",
     "cuda/common.cuh",
     "cuda/down.cu",
     "cuda/linear.cu",
+    "decode/kernels/cuda_attend.py",
     "decode/kernels/cuda_linear.py",
     "decode/kernels/triton_fused_attention.py",
     "decode/kernels/triton_fused_linear.py",

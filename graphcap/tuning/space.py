@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from graphcap.decode.kernels.cuda_attend import CudaAttend, tile_obstacle
 from graphcap.decode.kernels.cuda_linear import MOST_ROWS, CudaRows
-from graphcap.decode.kernels.triton_fused_attention import AttendTile
+from graphcap.decode.kernels.triton_fused_attention import MAX_SPLITS, AttendTile
 from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
 from graphcap.decode.layer_plan import LayerPlan
 from graphcap.decode.model_shape import ModelShape
@@ -57,6 +58,9 @@ PAIR_DOWNS = (
 )
 HEADROOM = 64
 """Tokens that a sequence of a trial may grow between two resets of the slots."""
+
+CUDA_ATTENDS = ((64, 4), (128, 8), (128, 4), (32, 2), (64, 2))
+"""Tokens of an iteration, and warps."""
 
 CUDA_ROWS = (2, 4, 8, 10, 16, 20)
 ROUTERS = ((4, 4, 8), (4, 4, 16), (4, 4, 99), (8, 4, 8), (8, 4, 99), (4, 2, 8), (2, 4, 4))
@@ -114,7 +118,11 @@ def knobs(
             _tile(name, CudaRows(n)) for n in dict.fromkeys((most, *CUDA_ROWS)) if n <= MOST_ROWS
         ]
 
-    yield "attend", [_tile("attend", tile) for tile in attend_tiles(shape, rows, context)]
+    attends = cuda_attend_tiles(shape, context) if "attend" in in_cuda else []
+    yield (
+        "attend",
+        [_tile("attend", tile) for tile in (*attends, *attend_tiles(shape, rows, context))],
+    )
     grouped = not few_pairs(rows, shape.top_k, shape.num_experts)
     if grouped:
         yield "gated_gemm", [_tile("gated_gemm", tile) for tile in GATED]
@@ -166,6 +174,19 @@ def attend_tiles(shape: ModelShape, rows: int, context: int) -> list[AttendTile]
             if 64 <= splits * pairs <= 600 or (splits == most and splits * pairs < 64):
                 found.append(AttendTile(splits, tokens, warps))
     return found
+
+
+def cuda_attend_tiles(shape: ModelShape, context: int) -> list[CudaAttend]:
+    """For one sequence that stands at `context` and grows by `HEADROOM`: one iteration a split, and where
+    those are many also two."""
+    found = []
+    for tokens, warps in CUDA_ATTENDS:
+        most = -(-(context + HEADROOM) // tokens)
+        for splits in (most, -(-most // 2)) if most >= 32 else (most,):
+            tile = CudaAttend(min(MAX_SPLITS, splits), tokens, warps)
+            if not tile_obstacle(tile, shape.head_dim):
+                found.append(tile)
+    return list(dict.fromkeys(found))
 
 
 def _tile(name: str, tile: object) -> Change:

@@ -16,7 +16,7 @@ Annotations are not postponed in this module: Triton reads ``tl.constexpr`` from
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -36,6 +36,13 @@ class AttendTile(NamedTuple):
     splits: int
     tokens: int
     warps: int
+
+
+class HasSplits(Protocol):
+    """A tile of attention, whoever makes the parts."""
+
+    @property
+    def splits(self) -> int: ...
 
 
 def attend_tile(
@@ -64,7 +71,7 @@ def _tile(qkv: torch.Tensor, key_cache: torch.Tensor, block_tables: torch.Tensor
     )
 
 
-def scratch_of(tile: AttendTile, out: torch.Tensor) -> Mapping[str, BufferSpec]:
+def scratch_of(tile: HasSplits, out: torch.Tensor) -> Mapping[str, BufferSpec]:
     """Results (M, Hq, 1 + splits, D) of the new token and of every split, and their log2-sum-exp."""
     rows, heads, d = out.shape
     return {
@@ -446,7 +453,6 @@ def attend(
     capacity = block_tables.shape[1] * page
     group = heads // kv_heads
     block_d = max(16, triton.next_power_of_2(d))
-    block_s = triton.next_power_of_2(1 + tile.splits)
     options = pdl_options(qkv) if pdl else {"PDL": False}
     _attend_kernel[(kv_heads, 1 + tile.splits, rows)](
         qkv,
@@ -485,19 +491,38 @@ def attend(
         num_stages=2,
         **options,
     )
+    join(partial, lse, out, slots, seq_lens, tile.splits, tile.tokens, capacity, pdl)
+
+
+def join(
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    out: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    splits: int,
+    tokens: int,
+    capacity: int,
+    pdl: bool = True,
+) -> None:
+    """out (M, Hq, D) of the parts that `splits` and `tokens` of a tile, and the tokens of a block table,
+    `capacity`, make of each sequence; padding is zero."""
+    rows, heads, d = out.shape
+    block_s = triton.next_power_of_2(1 + splits)
+    options = pdl_options(out) if pdl else {"PDL": False}
     # 16 KiB of partial results a program at the most, but no less than a sector of each.
-    columns = min(block_d, max(8, 4096 // block_s))
+    columns = min(max(16, triton.next_power_of_2(d)), max(8, 4096 // block_s))
     _attend_join_kernel[(heads, triton.cdiv(d, columns), rows)](
         partial,
         lse,
         out,
         slots,
         seq_lens,
-        tile.splits,
+        splits,
         capacity,
         HEADS=heads,
         D=d,
-        BLOCK_T=tile.tokens,
+        BLOCK_T=tokens,
         BLOCK_S=block_s,
         BLOCK_D=columns,
         num_warps=min(4, max(1, block_s * columns // 1024)),
