@@ -217,7 +217,8 @@ static __device__ __forceinline__ void norm_and_rotate(uint4& head, const Turn& 
 
 // sum (16, 8) += a (16, 16) @ b (16, 8)
 static __device__ __forceinline__ void multiply(float* sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -382,7 +383,8 @@ attend(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos_sin,
   __shared__ __align__(16) float scores[2][COLUMNS][PITCH];
   __shared__ __align__(16) u16 queries[COLUMNS][SPACED];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
-  const int part = blockIdx.x / PAIRS, kv_head = blockIdx.x % PAIRS / BLOCKS, first_head = blockIdx.x % BLOCKS * COLUMNS;
+  const int part = blockIdx.x / PAIRS, kv_head = blockIdx.x % PAIRS / BLOCKS;
+  const int first_head = blockIdx.x % BLOCKS * COLUMNS;
   keys += (long long)kv_head * KEY_HEAD;
   values += (long long)kv_head * VALUE_HEAD;
   if (part == 0) {
@@ -431,11 +433,17 @@ attend(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos_sin,
   for (int j = 0; j < CHUNKS; j++) q[j] = *(const uint4*)&queries[g][j * 32 + c * 8];
   Softmax softmax;
 #pragma unroll
-  for (int w = 0; w < WORDS; w++) softmax.total[w][0] = softmax.total[w][1] = softmax.total[w][2] = softmax.total[w][3] = 0.f;
+  for (int w = 0; w < WORDS; w++) {
+#pragma unroll
+    for (int r = 0; r < 4; r++) softmax.total[w][r] = 0.f;
+  }
   write_scores(scores[0], tile, q, scale, start, end, warp, lane);
 #if AHEAD
   Tile next;
-  if (start + TOKENS < end) load_tile(next, keys, values, table, pages, start + TOKENS, end, warp, lane);
+  if (start + TOKENS < end) {
+    load_tile(next, keys, values, table, pages, start + TOKENS, end, warp, lane);
+    pages = find_pages(table, start + 2 * TOKENS, warp);
+  }
 #endif
   __syncthreads();
   take_tile<true>(softmax, scores[0], tile, lane);
@@ -443,15 +451,14 @@ attend(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos_sin,
   for (int buffer = 1; (start += TOKENS) < end; buffer ^= 1) {
 #if AHEAD
     tile = next;
+    if (start + TOKENS < end) {
+      load_tile(next, keys, values, table, pages, start + TOKENS, end, warp, lane);
+      pages = find_pages(table, start + 2 * TOKENS, warp);
+    }
 #else
     load_tile(tile, keys, values, table, pages, start, end, warp, lane);
+    pages = find_pages(table, start + TOKENS, warp);
 #endif
-    if (start + TOKENS < end) {
-      pages = find_pages(table, start + TOKENS, warp);
-#if AHEAD
-      load_tile(next, keys, values, table, pages, start + TOKENS, end, warp, lane);
-#endif
-    }
     write_scores(scores[buffer], tile, q, scale, start, end, warp, lane);
     __syncthreads();
     take_tile<false>(softmax, scores[buffer], tile, lane);

@@ -241,6 +241,18 @@ def test_slots_of_32_bits_heads_apart_in_memory_and_the_same_bits_again(device, 
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
+def test_its_own_tile_takes_the_scratch_that_it_asks_for(device) -> None:
+    for sizes in (SEED, Sizes(8, 8, 64, 64, dtype=HALF)):
+        call = Call(device, sizes, 300)
+        call.run(cuda_attend.cuda_attend_tile(320, sizes.kv_heads))
+        out = torch.full_like(call.out[:1], NAN)
+        given = (*call.arguments([copied(each) for each in call.caches]), out, EPS, call.scale)
+        plan = cuda_attend.attend.scratch(*given)
+        scratch = {n: torch.full(s, NAN, device=device, dtype=t) for n, (s, t) in plan.items()}
+        cuda_attend.attend(*given, **scratch)
+        assert torch.equal(out, call.out[:1])
+
+
 @pytest.mark.parametrize(
     "sizes",
     [SEED, SEED._replace(d=256, rotary=64), Sizes(8, 2, 64, 64, dtype=HALF), Sizes(2, 2, 128, 64)],
