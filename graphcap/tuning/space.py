@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from graphcap.decode.kernels.cuda_attend import CudaAttend, tile_obstacle
+from graphcap.decode.kernels.cuda_attend import MOST_SPLITS, CudaAttend, tile_obstacle
 from graphcap.decode.kernels.cuda_linear import MOST_ROWS, CudaRows
-from graphcap.decode.kernels.triton_fused_attention import MAX_SPLITS, AttendTile
+from graphcap.decode.kernels.triton_fused_attention import AttendTile
 from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
 from graphcap.decode.layer_plan import LayerPlan
 from graphcap.decode.model_shape import ModelShape
@@ -183,7 +183,7 @@ def cuda_attend_tiles(shape: ModelShape, context: int) -> list[CudaAttend]:
     for tokens, warps in CUDA_ATTENDS:
         most = -(-(context + HEADROOM) // tokens)
         for splits in (most, -(-most // 2)) if most >= 32 else (most,):
-            tile = CudaAttend(min(MAX_SPLITS, splits), tokens, warps)
+            tile = CudaAttend(min(MOST_SPLITS, splits), tokens, warps)
             if not tile_obstacle(tile, shape.head_dim):
                 found.append(tile)
     return list(dict.fromkeys(found))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from graphcap.decode.cuda_kernels import cuda_obstacles, cuda_plan
 from graphcap.decode.kernels import cuda_attend, decode_kernels
 from graphcap.decode.kernels.cuda_attend import (
     HEAD_DIMS,
+    MOST_SPLITS,
     CudaAttend,
     attend_parts,
     cache_obstacle,
@@ -82,7 +85,7 @@ def test_its_own_tile_is_one_for_every_head_and_length() -> None:
                 assert tile_obstacle(cuda_attend_tile(capacity, kv_heads), head_dim) == ""
     assert cuda_attend_tile(320, 2) == CudaAttend(5, 64, 4)
     assert cuda_attend_tile(4160, 2) == CudaAttend(65, 64, 4)
-    assert cuda_attend_tile(1 << 20, 2).splits == MAX_SPLITS
+    assert cuda_attend_tile(1 << 20, 2).splits == MOST_SPLITS == MAX_SPLITS
     assert cuda_attend_tile(1 << 20, 8).splits == 32
 
 
@@ -97,6 +100,16 @@ def test_it_is_packaged_and_compiles_without_a_device() -> None:
     strides |= {name.replace("KEY", "VALUE"): value for name, value in strides.items()}
     tile = {"SPLITS": 5, "TOKENS": 64, "WARPS": 4, "slot_t": "int", "HALF": 1, "PDL": 1}
     assert source.compiled("attend.cu", source.as_constants({**sizes, **strides, **tile}), (9, 0))
+
+
+def test_whom_it_serves_is_known_without_triton() -> None:
+    """The schedules of a CPU ask, too."""
+    code = (
+        "import sys; sys.modules['triton'] = None; import graphcap.decode.cuda_kernels, "
+        "graphcap.decode.schedule; from graphcap.decode.kernels.cuda_attend import cuda_attend_tile; "
+        "assert cuda_attend_tile(320, 2) == (5, 64, 4)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class Launched:

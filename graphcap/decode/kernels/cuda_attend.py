@@ -1,11 +1,12 @@
 """Attention of one new token in CUDA C++ (``cuda/attend.cu``); signatures as in `triton_fused_attention`.
 
 The parts are made here, by tensor cores whose operands are loaded in the order in which they are given to
-them; the kernel that joins them is Triton's.
+them; the kernel that joins them is Triton's. Where there is no Triton this module says whom it would serve.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
@@ -13,8 +14,6 @@ from typing import NamedTuple
 import torch
 
 from graphcap.cuda.source import CudaKernel, as_constants, function, obstacle
-from graphcap.decode.kernels.triton_attention import LOG2_E
-from graphcap.decode.kernels.triton_fused_attention import MAX_SPLITS, join, scratch_of
 from graphcap.errors import InputError
 from graphcap.operations import BufferSpec, operation
 
@@ -26,6 +25,9 @@ MOST_GROUP = 16
 
 WARPS = (1, 2, 4, 8)
 """Warps of a block that there can be."""
+
+MOST_SPLITS = 128
+"""Parts of a head that a program of the join takes at once, but for the new token's."""
 
 MOST_TOKENS = 256
 """Of a tile, whose scores a thread holds a quarter of for one head."""
@@ -49,7 +51,7 @@ class CudaAttend(NamedTuple):
 def cuda_attend_tile(capacity: int, kv_heads: int, multiprocessors: int = 132) -> CudaAttend:
     """The tile for sequences of up to `capacity` tokens: one iteration each, as far as two blocks for every
     multiprocessor can do that."""
-    most = min(MAX_SPLITS, max(1, 2 * multiprocessors // kv_heads - 1))
+    most = min(MOST_SPLITS, max(1, 2 * multiprocessors // kv_heads - 1))
     return CudaAttend(min(most, max(1, -(-capacity // 64))), 64, 4)
 
 
@@ -62,8 +64,8 @@ def no_such_tile(tile: CudaAttend) -> str:
 def tile_obstacle(tile: CudaAttend, head_dim: int) -> str:
     """Why there is no such tile for heads of `head_dim` values; empty where there is one."""
     splits, tokens, warps = tile
-    if not 1 <= splits <= MAX_SPLITS:
-        return f"expected 1 to {MAX_SPLITS} splits, found {splits}"
+    if not 1 <= splits <= MOST_SPLITS:
+        return f"expected 1 to {MOST_SPLITS} splits, found {splits}"
     if warps not in WARPS or head_dim % (16 * warps):
         fitting = " or ".join(str(n) for n in WARPS if head_dim % (16 * n) == 0)
         return f"expected {fitting} warps for heads of {head_dim} values, found {warps}"
@@ -230,7 +232,7 @@ def attend_parts(
         partial,
         lse,
         float(eps),
-        scale * LOG2_E,
+        scale * math.log2(math.e),
     )
 
 
@@ -240,6 +242,8 @@ def _own_tile(block_tables: torch.Tensor, key_cache: torch.Tensor) -> CudaAttend
 
 
 def _scratch(*args: torch.Tensor) -> Mapping[str, BufferSpec]:
+    from graphcap.decode.kernels.triton_fused_attention import scratch_of
+
     return scratch_of(_own_tile(args[6], args[8]), args[10])
 
 
@@ -271,6 +275,8 @@ def attend(
     Raises:
         InputError: the cache cannot be read 16 bytes at a time (see `cache_obstacle`).
     """
+    from graphcap.decode.kernels.triton_fused_attention import join
+
     tile = _own_tile(block_tables, key_cache) if tile is None else tile
     given = (qkv, q_norm, k_norm, cos_sin, positions, slots, block_tables, seq_lens)
     caches = (key_cache, value_cache)
