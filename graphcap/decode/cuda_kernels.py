@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphcap.decode.kernels import cuda_linear
+from graphcap.decode.kernels import cuda_attend, cuda_linear
 from graphcap.decode.kernels.cuda_linear import CudaJoinRows
 from graphcap.decode.layer_plan import CUDA_TILES, LayerPlan
 from graphcap.decode.model_shape import ModelShape
@@ -46,6 +46,16 @@ def cuda_obstacles(
                 dtype,
                 device,
                 tiles[name],
+            )
+        elif name == "attend":
+            reason = cuda_attend.why_not(
+                shape.head_dim,
+                shape.rotated,
+                shape.num_heads,
+                shape.num_kv_heads,
+                dtype,
+                device,
+                tiles.get(name),
             )
         else:
             heads = shape.num_heads * shape.head_dim
@@ -90,8 +100,14 @@ def _experts_obstacle(
     )
 
 
-def cuda_plan(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> LayerPlan | None:
-    """A plan of one row with every kernel in CUDA C++ that can serve; None: none can."""
+def cuda_plan(
+    shape: ModelShape, dtype: torch.dtype, device: torch.device, capacity: int = 320
+) -> LayerPlan | None:
+    """A plan of one row with every kernel in CUDA C++ that can serve; None: none can.
+
+    Args:
+        capacity: tokens that a sequence may have.
+    """
     obstacles = cuda_obstacles(shape, dtype, device, 1)
     outputs = {
         "norm_qkv": (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim,
@@ -104,5 +120,6 @@ def cuda_plan(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> La
     inner, top_k = shape.moe_intermediate_size, shape.top_k
     tiles["pair_gate_up"] = cuda_gate_up.gate_up_tile(shape.hidden_size, inner, top_k)
     tiles["pair_down"] = cuda_down.down_tile(inner, top_k)
+    tiles["attend"] = cuda_attend.cuda_attend_tile(capacity, shape.num_kv_heads)
     serving = {name: tile for name, tile in tiles.items() if name not in obstacles}
     return LayerPlan("fused", tiles=serving) if serving else None

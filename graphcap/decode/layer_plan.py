@@ -19,7 +19,7 @@ from graphcap.errors import InputError
 from graphcap.moe.kernels import ExpertKernels
 from graphcap.operations import Operation
 
-_CUDA_KINDS = ("CudaRows", "CudaJoinRows", "CudaGateUp", "CudaDown")
+_CUDA_KINDS = ("CudaRows", "CudaJoinRows", "CudaAttend", "CudaGateUp", "CudaDown")
 
 LAYERS = ("fused", "apart", "plain")
 
@@ -61,6 +61,7 @@ are graphcap's."""
 
 CUDA_TILES = {
     "norm_qkv": "CudaRows",
+    "attend": "CudaAttend",
     "output_residual": "CudaRows",
     "norm_router": "CudaRows",
     "pair_gate_up": "CudaGateUp",
@@ -275,8 +276,9 @@ def _by_plan(plan: LayerPlan, name: str, operation: Operation) -> Operation:
 
 def _joining(plan: LayerPlan) -> tuple[Operation, Operation]:
     """`attend_parts` and `output_residual_joined` by a plan that `joins`."""
-    from graphcap.decode.kernels import cuda_linear
-    from graphcap.decode.kernels.triton_fused_attention import attend_parts
+    from graphcap.decode.kernels import cuda_attend, cuda_linear, triton_fused_attention
+
+    parts: Any = cuda_attend if "attend" in plan.in_cuda else triton_fused_attention
 
     def bound(name: str, operation: Operation, **more: int) -> Operation:
         options = {"pdl": name not in plan.without_pdl, "tile": plan.tiles[name], **more}
@@ -286,7 +288,7 @@ def _joining(plan: LayerPlan) -> tuple[Operation, Operation]:
 
     tokens = plan.tiles["attend"].tokens
     return (
-        bound("attend", attend_parts),
+        bound("attend", parts.attend_parts),
         bound("output_residual", cuda_linear.output_residual_joined, tokens=tokens),
     )
 
@@ -301,11 +303,12 @@ def _as_router(project: Operation) -> Operation:
 
 
 def _in_cuda(name: str) -> Operation:
-    from graphcap.decode.kernels import cuda_linear
+    from graphcap.decode.kernels import cuda_attend, cuda_linear
     from graphcap.moe.kernels import cuda_down, cuda_gate_up
 
     return {
         "norm_qkv": cuda_linear.norm_qkv,
+        "attend": cuda_attend.attend,
         "output_residual": cuda_linear.output_residual,
         "norm_router": cuda_linear.norm_router,
         "pair_gate_up": cuda_gate_up.pair_gate_up,

@@ -71,6 +71,7 @@ def plan_from_json(found: Mapping[str, Any]) -> LayerPlan:
 
 
 def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
+    from graphcap.decode.kernels.cuda_attend import CudaAttend, no_such_tile
     from graphcap.decode.kernels.cuda_linear import CudaJoinRows, CudaRows
     from graphcap.decode.kernels.triton_fused_attention import AttendTile
     from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
@@ -80,7 +81,7 @@ def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
     from graphcap.moe.kernels.triton_pairs import PairTile
 
     known: tuple[Any, ...] = {
-        "attend": (AttendTile,),
+        "attend": (AttendTile, CudaAttend),
         "output_residual": (DotTile, RowsTile, CudaRows, CudaJoinRows),
         "gated_gemm": (Tile,),
         "down_gemm": (Tile,),
@@ -103,6 +104,8 @@ def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
         why = no_tile(tile)
         if why:
             raise TypeError(f"a CudaGateUp: {why}")
+    if isinstance(tile, CudaAttend) and (why := no_such_tile(tile)):
+        raise TypeError(f"a CudaAttend: {why}")
     if not kind.startswith("Cuda"):
         _check_triton(kind, tile._asdict())
     return tile

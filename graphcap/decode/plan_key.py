@@ -31,11 +31,13 @@ DIMENSIONS = (
 products cuBLAS makes, are not among them."""
 
 SOURCES = (
+    "cuda/attend.cu",
     "cuda/choice.cuh",
     "cuda/common.cuh",
     "cuda/down.cu",
     "cuda/gate_up.cu",
     "cuda/linear.cu",
+    "decode/kernels/cuda_attend.py",
     "decode/kernels/cuda_linear.py",
     "decode/kernels/triton_fused_attention.py",
     "decode/kernels/triton_fused_linear.py",

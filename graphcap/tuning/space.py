@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from graphcap.decode.kernels.cuda_attend import MOST_SPLITS, CudaAttend, tile_obstacle
 from graphcap.decode.kernels.cuda_linear import (
     MOST_PARTS,
     MOST_ROWS,
@@ -77,6 +78,9 @@ has no tile that can be joined."""
 MOST_ITERATIONS = 4
 """Of a split that is joined by the output projection; tiles with more are not tried."""
 
+CUDA_ATTENDS = ((64, 4), (128, 8), (128, 4), (32, 2), (64, 2))
+"""Tokens of an iteration, and warps."""
+
 CUDA_ROWS = (2, 4, 8, 10, 16, 20)
 ROUTERS = ((4, 4, 8), (4, 4, 16), (4, 4, 99), (8, 4, 8), (8, 4, 99), (4, 2, 8), (2, 4, 4))
 GROUPED = (
@@ -140,8 +144,14 @@ def knobs(
             changes += [_joined(CudaJoinRows(n), few[0]) for n in counts]
         return changes
 
-    few = joined_tiles(shape, context) if "output_residual" in in_cuda else []
-    yield "attend", [_tile("attend", tile) for tile in attend_tiles(shape, rows, context)]
+    attends = cuda_attend_tiles(shape, context) if "attend" in in_cuda else []
+    few: list[AttendTile | CudaAttend] = []
+    if "output_residual" in in_cuda:
+        few = [*filter(can_join, attends), *joined_tiles(shape, context)]
+    yield (
+        "attend",
+        [_tile("attend", tile) for tile in (*attends, *attend_tiles(shape, rows, context))],
+    )
     grouped = not few_pairs(rows, shape.top_k, shape.num_experts)
     if grouped:
         yield "gated_gemm", [_tile("gated_gemm", tile) for tile in GATED]
@@ -222,7 +232,7 @@ def joined_tiles(shape: ModelShape, context: int) -> list[AttendTile]:
     ]
 
 
-def _joined(tile: CudaJoinRows, few: AttendTile) -> Change:
+def _joined(tile: CudaJoinRows, few: AttendTile | CudaAttend) -> Change:
     """With `few` where the plan's tile of attention has too many splits to be joined, or there is none."""
 
     def change(plan: LayerPlan) -> LayerPlan:
@@ -233,7 +243,7 @@ def _joined(tile: CudaJoinRows, few: AttendTile) -> Change:
     return change
 
 
-def _attend_joined(tile: AttendTile, rows: int) -> Change:
+def _attend_joined(tile: AttendTile | CudaAttend, rows: int) -> Change:
     """The projection keeps its rows if it is in CUDA C++, and has `rows` otherwise."""
 
     def change(plan: LayerPlan) -> LayerPlan:
@@ -242,6 +252,19 @@ def _attend_joined(tile: AttendTile, rows: int) -> Change:
         return plan.with_tile("attend", tile).with_tile("output_residual", joined)
 
     return change
+
+
+def cuda_attend_tiles(shape: ModelShape, context: int) -> list[CudaAttend]:
+    """For one sequence that stands at `context` and grows by `HEADROOM`: one iteration a split, and where
+    those are many also two."""
+    found = []
+    for tokens, warps in CUDA_ATTENDS:
+        most = -(-(context + HEADROOM) // tokens)
+        for splits in (most, -(-most // 2)) if most >= 32 else (most,):
+            tile = CudaAttend(min(MOST_SPLITS, splits), tokens, warps)
+            if not tile_obstacle(tile, shape.head_dim):
+                found.append(tile)
+    return list(dict.fromkeys(found))
 
 
 def _tile(name: str, tile: object) -> Change:

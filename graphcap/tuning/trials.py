@@ -82,7 +82,7 @@ class Trials:
     ) -> None:
         self.weights, self.kernels = weights, kernels
         self.rows, self.context = rows, context
-        self.cuda = cuda_plan(weights.shape, weights.dtype, weights.device)
+        self.cuda = cuda_plan(weights.shape, weights.dtype, weights.device, context + HEADROOM)
         device = weights.device
         self._cache = PagedCache(
             weights.shape,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphcap.decode.cache_format import CacheFormat
-from graphcap.decode.kernels import DecodeKernels, cuda_linear
+from graphcap.decode.kernels import DecodeKernels, cuda_attend, cuda_linear
 from graphcap.decode.layer_plan import LayerPlan
 from graphcap.decode.model_shape import ModelShape
 from graphcap.decode.plan_files import PlanFile, TunedBucket
@@ -27,7 +27,7 @@ def pretend(
     monkeypatch: pytest.MonkeyPatch, name: str = H200, capability: tuple[int, int] = (9, 0)
 ) -> None:
     """A CUDA device `name`, as far as a schedule asks, where CUDA C++ can be compiled."""
-    for kernels in (cuda_linear, cuda_gate_up, cuda_down):
+    for kernels in (cuda_attend, cuda_linear, cuda_gate_up, cuda_down):
         monkeypatch.setattr(kernels, "obstacle", lambda device: "")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)

@@ -15,7 +15,7 @@ pytest.importorskip("triton", minversion="3.0")
 
 from graphcap.cuda import source
 from graphcap.decode.cuda_kernels import cuda_obstacles, cuda_plan
-from graphcap.decode.kernels import cuda_linear, decode_kernels
+from graphcap.decode.kernels import cuda_attend, cuda_linear, decode_kernels
 from graphcap.decode.kernels.cuda_linear import CudaRows
 from graphcap.decode.kernels.triton_fused_attention import AttendTile
 from graphcap.decode.layer_plan import CUDA_TILES, LayerPlan, planned
@@ -42,7 +42,7 @@ PLAN = LayerPlan("fused", tiles={**IN_CUDA, "attend": AttendTile(5, 64, 8)})
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kernels in (cuda_linear, cuda_gate_up, cuda_down):
+    for kernels in (cuda_attend, cuda_linear, cuda_gate_up, cuda_down):
         monkeypatch.setattr(kernels, "obstacle", lambda device: "")
 
 

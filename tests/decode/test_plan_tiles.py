@@ -35,7 +35,7 @@ def test_every_packaged_plan_is_taken() -> None:
             {"tile": "DotTile", "n": 16, "depth": 64, "warps": 4, "stages": 2, "early": False},
             "",
         ),
-        ("attend", ROWS, "a tile of attend is one of AttendTile, found 'RowsTile'"),
+        ("attend", ROWS, "a tile of attend is one of AttendTile, CudaAttend, found 'RowsTile'"),
         ("qkv", ATTEND, "one of DotTile, RowsTile, CudaRows, found 'AttendTile'"),
         ("pair_down", {"tile": "Tile", "n": 16, "k": 16, "warps": 4, "stages": 2}, "found 'Tile'"),
         ("gated_gemm", {"tile": "PairTile", "rows": 1, "depth": 64}, "one of Tile, found"),

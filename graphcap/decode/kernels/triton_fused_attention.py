@@ -17,7 +17,7 @@ Annotations are not postponed in this module: Triton reads ``tl.constexpr`` from
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -37,6 +37,13 @@ class AttendTile(NamedTuple):
     splits: int
     tokens: int
     warps: int
+
+
+class HasSplits(Protocol):
+    """A tile of attention, whoever makes the parts."""
+
+    @property
+    def splits(self) -> int: ...
 
 
 def attend_tile(
@@ -65,7 +72,7 @@ def _tile(qkv: torch.Tensor, key_cache: torch.Tensor, block_tables: torch.Tensor
     )
 
 
-def scratch_of(tile: AttendTile, out: torch.Tensor) -> Mapping[str, BufferSpec]:
+def scratch_of(tile: HasSplits, out: torch.Tensor) -> Mapping[str, BufferSpec]:
     """Results (M, Hq, 1 + splits, D) of the new token and of every split, and their log2-sum-exp."""
     rows, heads, d = out.shape
     return {
