@@ -138,7 +138,11 @@ class CudaKernel:
             early.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [early], 1
         values, types = zip(*map(_passed, arguments), strict=True)
-        asked(driver.cuLaunchKernelEx(config, self.function, (values, types), 0), self.name)
+        answer = driver.cuLaunchKernelEx(config, self.function, (values, types), 0)
+        if answer[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            with _context(driver, device):  # this thread has not used the device yet
+                answer = driver.cuLaunchKernelEx(config, self.function, (values, types), 0)
+        asked(answer, self.name)
 
 
 def _passed(argument: Argument) -> tuple[float, Any]:
@@ -168,9 +172,8 @@ def function(
         BackendError: it cannot be compiled or loaded; says why, and nothing of it stays loaded.
     """
     driver, _ = libraries()
-    with torch.cuda.device(device):
-        torch.cuda.current_stream()  # has torch make its context the current one
-        code = compiled(source, constants, torch.cuda.get_device_capability(device))
+    code = compiled(source, constants, torch.cuda.get_device_capability(device))
+    with _context(driver, device):
         module = asked(driver.cuModuleLoadData(code), source)
         try:
             found = asked(driver.cuModuleGetFunction(module, name.encode()), name)
@@ -184,6 +187,23 @@ def function(
             driver.cuModuleUnload(module)
             raise
     return found
+
+
+@contextmanager
+def _context(driver: Any, device: torch.device) -> Iterator[None]:
+    """The context that torch uses on `device` is this thread's: a new thread has none before a call of the
+    runtime's, and nothing of torch's that can be asked during a capture is sure to make one."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    of_driver = asked(driver.cuDeviceGet(index), "cuDeviceGet")
+    context = asked(driver.cuDevicePrimaryCtxRetain(of_driver), "cuDevicePrimaryCtxRetain")
+    try:
+        asked(driver.cuCtxPushCurrent(context), "cuCtxPushCurrent")
+        try:
+            yield
+        finally:
+            driver.cuCtxPopCurrent()
+    finally:
+        driver.cuDevicePrimaryCtxRelease(of_driver)
 
 
 @cache

@@ -81,7 +81,7 @@ def test_a_plan_that_cannot_join_is_refused(tiles: dict[str, Any], told: str) ->
         ("output_residual", "8", "rows of a tile is a count, found '8'"),
         ("output_residual", 2**31, "rows of a tile is a count"),
         ("norm_qkv", 8, "one of DotTile, RowsTile, CudaRows, found 'CudaJoinRows'"),
-        ("attend", 8, "one of AttendTile, found 'CudaJoinRows'"),
+        ("attend", 8, "one of AttendTile, CudaAttend, found 'CudaJoinRows'"),
     ],
 )
 def test_json_that_is_no_such_tile_is_refused(kernel: str, rows: object, told: str) -> None:

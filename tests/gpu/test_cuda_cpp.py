@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -177,3 +178,31 @@ def test_a_step_in_cuda_cpp_gives_the_logits_of_the_plain_schedule(device) -> No
         trials.reset()
         first = trials.first_logits(plan).clone()
         assert torch.equal(first, trials.first_logits(plan))
+
+
+def test_the_first_launch_of_a_thread_and_the_first_of_the_process_may_be_one(device) -> None:
+    """A new thread has no context before its first call of the runtime; loading and launching need one."""
+    x, norm = torch.randn(1, 512, device=device).to(BF16), torch.ones(512, device=device).to(BF16)
+    weight = torch.randn(24, 512, device=device).to(BF16)
+    outs = [poisoned(device, 1, 24, dtype=BF16) for _ in range(3)]
+    cuda_linear._kernel.cache_clear()
+    source.function.cache_clear()
+    torch.cuda.synchronize()
+    failed: list[BaseException] = []
+
+    def run(out: torch.Tensor) -> None:
+        try:
+            cuda_linear.norm_qkv(x, None, norm, 1e-6, weight, None, out, None)
+        except BaseException as error:
+            failed.append(error)
+
+    for out in outs[:2]:  # loaded and launched; launched alone
+        thread = threading.Thread(target=run, args=(out,))
+        thread.start()
+        thread.join()
+    run(outs[2])
+    torch.cuda.synchronize()
+    assert not failed
+    assert outs[2].isfinite().all()
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[1], outs[2])
