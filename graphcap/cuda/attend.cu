@@ -1,5 +1,5 @@
 // One token's attention in CUDA C++: what _attend_kernel of triton_fused_attention.py does, with the same results in
-// the same places. Compiled at run time after common.cuh, see decode/kernels/cuda_attend.py.
+// the same places. Compiled at run time, see decode/kernels/cuda_attend.py.
 //
 // A block takes up to 8 query heads of one key-value head, and one split of the tokens that the cache holds, or the new
 // token. Scores are keys times queries, and the result values times probabilities, by the tensor cores: the heads are
@@ -13,6 +13,8 @@
 // Constants given by the compiler: KV_HEADS; GROUP query heads of each; D values of a head, the first ROTARY rotated;
 // PAGE tokens of a block of the cache and CAPACITY of a sequence's table; KEY_BLOCK, KEY_TOKEN, KEY_HEAD, VALUE_BLOCK,
 // VALUE_TOKEN and VALUE_HEAD, strides of the cache in values; SPLITS; TOKENS of a tile, WARPS; slot_t.
+
+#include "common.cuh"
 
 #define HEADS (KV_HEADS * GROUP)
 #define COLUMNS 8                                    // heads of a block

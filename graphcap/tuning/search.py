@@ -13,6 +13,9 @@ from graphcap.tuning.trials import Trial, Trials
 GAIN = 0.998
 """A plan is better if it takes less than this share of the best time: less is noise."""
 
+ROUNDS = 2
+"""Over all knobs of a schedule."""
+
 LARGEST_DIFFERENCE = 0.3
 """A plan whose logits differ by more from the plain schedule's is broken; orders of sums give 0.1."""
 
@@ -84,17 +87,26 @@ def _worth_tuning(
 def _descend(
     trials: Trials, plan: LayerPlan, ms: float, deadline: float, show: Show
 ) -> tuple[LayerPlan, float]:
-    for name, changes in knobs(
-        plan, trials.weights.shape, trials.rows, trials.context, trials.cuda
-    ):
-        for change in changes:
-            if time.monotonic() > deadline:
-                return plan, ms
-            tried = change(plan)
-            trial = attempt(trials, tried)
-            _tell(show, trials, name, tried, trial)
-            if not isinstance(trial, str) and trial.ms < GAIN * ms:
-                plan, ms = tried, trial.ms
+    """Knob by knob; and once more if that gained anything, since a knob was set while others were not."""
+    seen: list[LayerPlan] = []
+    for _ in range(ROUNDS):
+        before = ms
+        for name, changes in knobs(
+            plan, trials.weights.shape, trials.rows, trials.context, trials.cuda
+        ):
+            for change in changes:
+                if time.monotonic() > deadline:
+                    return plan, ms
+                tried = change(plan)
+                if tried in seen:
+                    continue
+                seen.append(tried)
+                trial = attempt(trials, tried)
+                _tell(show, trials, name, tried, trial)
+                if not isinstance(trial, str) and trial.ms < GAIN * ms:
+                    plan, ms = tried, trial.ms
+        if ms == before:
+            break
     return plan, ms
 
 

@@ -84,6 +84,7 @@ class Fake:
     rows, context = 1, 256
 
     cuda = None
+    known = ()
 
     def __init__(self) -> None:
         self.weights = type("W", (), {"shape": SEED})()
@@ -114,6 +115,27 @@ def test_search_finds_the_best_and_drops_what_is_wrong_or_fails() -> None:
     assert "pair_down" in plan.without_pdl
     failures = {row["failed"].split(":")[0] for row in rows if "failed" in row}
     assert failures == {"RuntimeError", "WRONG"}
+
+
+def test_a_knob_is_set_anew_once_others_are_set_and_no_plan_is_tried_twice() -> None:
+    """Here a tile of attention pays only with a tile of a later knob."""
+    first = every_plan(1, 256)
+    early = next(plan for plan in first if set(plan.tiles) == {"attend"})
+    late = next(plan for plan in first if set(plan.tiles) == {"pair_down"})
+    tried: list[LayerPlan] = []
+
+    class Together(Fake):
+        def run(self, plan: LayerPlan) -> Trial:
+            tried.append(plan)
+            has_early = plan.tiles.get("attend") == early.tiles["attend"]
+            has_late = plan.tiles.get("pair_down") == late.tiles["pair_down"]
+            return Trial(10.0 - 2 * (has_early and has_late) - has_late + has_early, 0.0)
+
+    fake: Any = Together()
+    plan, ms = search(fake, time.monotonic() + 60, lambda row: None)
+    assert (plan.tiles, ms) == ({**early.tiles, **late.tiles}, 8.0)
+    changed = [plan for plan in tried if plan.tiles or plan.without_pdl]
+    assert all(plan not in changed[:index] for index, plan in enumerate(changed))
 
 
 def test_search_stops_at_its_deadline_with_the_best_so_far() -> None:
