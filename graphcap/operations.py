@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -91,11 +90,6 @@ class Operation:
     def named(self, name: str) -> Operation:
         """The same operation under another row of the census (a projection, a router GEMM)."""
         return Operation(name, self.implementation, self.function, self.scratch)
-
-    def bound(self, **options: Any) -> Operation:
-        """The same operation with `options` of its function given."""
-        function = partial(self.function, **options)
-        return Operation(self.name, self.implementation, function, self.scratch)
 
     def __repr__(self) -> str:
         return f"Operation({self.name!r}, {self.implementation!r})"

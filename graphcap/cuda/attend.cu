@@ -12,7 +12,7 @@
 //
 // Constants given by the compiler: KV_HEADS; GROUP query heads of each; D values of a head, the first ROTARY rotated;
 // PAGE tokens of a block of the cache and CAPACITY of a sequence's table; KEY_BLOCK, KEY_TOKEN, KEY_HEAD, VALUE_BLOCK,
-// VALUE_TOKEN and VALUE_HEAD, strides of the cache in values; SPLITS; TOKENS of a tile, WARPS; slot_t; FETCHING blocks.
+// VALUE_TOKEN and VALUE_HEAD, strides of the cache in values; SPLITS; TOKENS of a tile, WARPS; slot_t.
 
 #include "common.cuh"
 
@@ -375,34 +375,15 @@ static __device__ __forceinline__ void store_total(float* out, const float (*tot
   }
 }
 
-// -- weights for later -----------------------------------------------------------------------------------
-
-#define PIECE 2048
-
-// Have `bytes`, a multiple of 16, brought into the second-level cache, by all FETCHING blocks together. Attention has
-// next to nothing to read: memory would lie idle while its chain of latencies goes on. Nobody waits for it.
-static __device__ __forceinline__ void fetch(const char* from, int bytes) {
-  const u32 first = (blockIdx.x - PAIRS * PARTS) * (WARPS * 32) + threadIdx.x;
-  for (u32 at = first * PIECE; at < (u32)bytes; at += FETCHING * WARPS * 32 * PIECE)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + at), "r"(min(PIECE, bytes - (int)at)) : "memory");
-}
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 attend(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos_sin, const long long* positions,
        const slot_t* slots, const int* table, const int* lengths, u16* keys, u16* values, float* partial, float* lse,
-       float eps, float scale, const char* soon, int soon_bytes, const char* later, int later_bytes) {
+       float eps, float scale) {
   // Scores of a head lie PITCH apart, 12 banks of 32: warps write them one each to a bank, and read them 16 bytes at a
   // time, of which the last of one head and the first of the next share banks. Two, so that a warp may write the next
   // tile's while another one still reads.
   __shared__ __align__(16) float scores[2][COLUMNS][PITCH];
   __shared__ __align__(16) u16 queries[COLUMNS][SPACED];
-#if FETCHING
-  if (blockIdx.x >= PAIRS * PARTS) {  // the last ones: multiprocessors take the others first
-    fetch(soon, soon_bytes);
-    fetch(later, later_bytes);
-    return;
-  }
-#endif
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
   const int part = blockIdx.x / PAIRS, kv_head = blockIdx.x % PAIRS / BLOCKS;
   const int first_head = blockIdx.x % BLOCKS * COLUMNS;

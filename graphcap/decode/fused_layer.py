@@ -225,11 +225,8 @@ class FusedLayers:
         *out: torch.Tensor,
     ) -> None:
         """Writes `out`, as the plan's attend has it, and releases `qkv`."""
-        attend = self._kernels.attend
-        if self._kernels.ahead:
-            attend = attend.bound(ahead=(layer.output, self._next_qkv(index)))
         self._pool.run(
-            attend,
+            self._kernels.attend,
             qkv,
             layer.q_norm,
             layer.k_norm,
@@ -245,10 +242,6 @@ class FusedLayers:
             self._weights.shape.head_dim**-0.5,
         )
         self._pool.release("qkv")
-
-    def _next_qkv(self, index: int) -> torch.Tensor | None:
-        following = self._weights.layers[index + 1 : index + 2]
-        return following[0].qkv if following and isinstance(following[0], LayerWeights) else None
 
     def _dense(self, layer: LayerWeights, residual: torch.Tensor, out: torch.Tensor) -> None:
         """out = the dense MLP of the normed residual."""

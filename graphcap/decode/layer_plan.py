@@ -190,7 +190,6 @@ class PlannedKernels:
         decode: for what no plan touches; its `experts` are those of the plan.
         parts: of each head that `attend` leaves for `output_residual` to join, by a plan that `joins`; both
             are then called as `attend_parts` and `output_residual_joined`. 0: attend joins them itself.
-        ahead: whether `attend` takes weights that it may have fetched ahead; see `CudaAttend`.
     """
 
     decode: DecodeKernels
@@ -203,7 +202,6 @@ class PlannedKernels:
     output: Operation
     router: Operation
     parts: int = 0
-    ahead: bool = False
 
 
 def planned(kernels: DecodeKernels, plan: LayerPlan) -> PlannedKernels:
@@ -234,7 +232,6 @@ def planned(kernels: DecodeKernels, plan: LayerPlan) -> PlannedKernels:
         projection("output"),
         by_plan("router", fused.project.named("router GEMM")),
         1 + plan.tiles["attend"].splits if plan.joins else 0,
-        bool(getattr(plan.tiles.get("attend"), "ahead", 0)),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from graphcap.decode.kernels.cuda_attend import LATER, MOST_SPLITS, SOON, CudaAttend, tile_obstacle
+from graphcap.decode.kernels.cuda_attend import MOST_SPLITS, CudaAttend, tile_obstacle
 from graphcap.decode.kernels.cuda_linear import (
     MOST_PARTS,
     MOST_ROWS,
@@ -152,8 +152,6 @@ def knobs(
         "attend",
         [_tile("attend", tile) for tile in (*attends, *attend_tiles(shape, rows, context))],
     )
-    if attends:
-        yield "ahead", [_ahead(which) for which in (SOON, LATER, SOON + LATER)]
     grouped = not few_pairs(rows, shape.top_k, shape.num_experts)
     if grouped:
         yield "gated_gemm", [_tile("gated_gemm", tile) for tile in GATED]
@@ -232,18 +230,6 @@ def joined_tiles(shape: ModelShape, context: int) -> list[AttendTile]:
         if splits < MOST_PARTS and splits <= -(-longest // tokens)
         if -(-longest // (splits * tokens)) <= MOST_ITERATIONS
     ]
-
-
-def _ahead(which: int) -> Change:
-    """What attention in CUDA C++ has fetched meanwhile; nothing is changed where it is Triton's."""
-
-    def change(plan: LayerPlan) -> LayerPlan:
-        own = plan.tiles.get("attend")
-        if not isinstance(own, CudaAttend):
-            return plan
-        return plan.with_tile("attend", own._replace(ahead=which))
-
-    return change
 
 
 def _joined(tile: CudaJoinRows, few: AttendTile | CudaAttend) -> Change:

@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -71,12 +70,6 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ((128, 128, 16, 2), BF16, CudaAttend(5, 48, 1), "up to 32"),
         ((256, 256, 16, 2), BF16, CudaAttend(5, 128, 4), "up to 64"),
         ((64, 64, 16, 2), BF16, CudaAttend(5, 320, 4), "up to 256"),
-        (
-            (64, 64, 16, 2),
-            BF16,
-            CudaAttend(5, 64, 4, 4),
-            "0 to 3 for what is fetched ahead, found 4",
-        ),
     ],
 )
 def test_heads_that_it_takes(sizes, dtype, tile, words) -> None:
@@ -106,9 +99,7 @@ def test_it_is_packaged_and_compiles_without_a_device() -> None:
     strides = {"KEY_BLOCK": 2560, "KEY_TOKEN": 256, "KEY_HEAD": 128}
     strides |= {name.replace("KEY", "VALUE"): value for name, value in strides.items()}
     tile = {"SPLITS": 5, "TOKENS": 64, "WARPS": 4, "slot_t": "int", "HALF": 1, "PDL": 1}
-    for fetching in (0, 64):
-        constants = {**sizes, **strides, **tile, "FETCHING": fetching}
-        assert source.compiled("attend.cu", source.as_constants(constants), (9, 0))
+    assert source.compiled("attend.cu", source.as_constants({**sizes, **strides, **tile}), (9, 0))
 
 
 def test_whom_it_serves_is_known_without_triton() -> None:
@@ -116,7 +107,7 @@ def test_whom_it_serves_is_known_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None; import graphcap.decode.cuda_kernels, "
         "graphcap.decode.schedule; from graphcap.decode.kernels.cuda_attend import cuda_attend_tile; "
-        "assert cuda_attend_tile(320, 2) == (5, 64, 4, 0)"
+        "assert cuda_attend_tile(320, 2) == (5, 64, 4)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -143,9 +134,7 @@ class Launched:
         self.arguments = arguments
 
 
-def call(
-    keys: torch.Tensor, values: torch.Tensor, heads: int, tile: CudaAttend, **more: Any
-) -> None:
+def call(keys: torch.Tensor, values: torch.Tensor, heads: int, tile: CudaAttend) -> None:
     _, _, kv_heads, d = keys.shape
     qkv = torch.zeros(1, (heads + 2 * kv_heads) * d, dtype=BF16)
     norm, angles = torch.zeros(d, dtype=BF16), torch.zeros(9, 64, dtype=BF16)
@@ -154,27 +143,7 @@ def call(
     scratch = [torch.zeros(shape, dtype=dtype) for shape, dtype in plan.values()]
     tables = torch.zeros(1, 7, dtype=torch.int32)
     given = (qkv, norm, norm, angles, long, long, tables, short, keys, values)
-    attend_parts(*given, *scratch, 1e-6, 0.5, tile, False, **more)
-
-
-def test_weights_are_fetched_that_the_tile_names_and_that_can_be(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    launched = Launched(monkeypatch)
-    caches = torch.zeros(2, 3, 16, 2, 128, dtype=BF16)
-    soon, later = torch.zeros(6, 8, dtype=BF16), torch.zeros(7, 8, dtype=BF16)
-    blocks = {}
-    for which, expected in enumerate(
-        [(None, 0, None, 0), (soon, 96, None, 0), (None, 0, later, 112), (soon, 96, later, 112)]
-    ):
-        call(*caches, 8, CudaAttend(5, 64, 4, which), ahead=(soon, later))
-        blocks[which] = launched.grid
-        assert launched.constants["FETCHING"] == ("64" if which else "0")
-        assert all(a is b or a == b for a, b in zip(launched.arguments[-4:], expected, strict=True))
-    assert blocks == {0: 12, 1: 76, 2: 76, 3: 76}
-    for other in (soon.t(), torch.zeros(3, dtype=BF16), torch.zeros(17, dtype=BF16)[1:], None):
-        call(*caches, 8, CudaAttend(5, 64, 4, 3), ahead=(other, later))
-        assert launched.arguments[-4:-2] == (None, 0)
+    attend_parts(*given, *scratch, 1e-6, 0.5, tile, False)
 
 
 def test_strides_go_into_the_kernel_and_what_it_cannot_read_is_refused(
@@ -189,8 +158,7 @@ def test_strides_go_into_the_kernel_and_what_it_cannot_read_is_refused(
     expected = {"GROUP": "9", "KV_HEADS": "2", "CAPACITY": "112", "PAGE": "16", "ROTARY": "64"}
     assert expected.items() <= launched.constants.items()
     assert (launched.grid, launched.threads, launched.pdl) == (2 * 2 * 6, 128, False)
-    assert launched.arguments[-5] == pytest.approx(0.5 * 1.4426950408889634)
-    assert launched.arguments[-4:] == (None, 0, None, 0)
+    assert launched.arguments[-1] == pytest.approx(0.5 * 1.4426950408889634)
     call(keys, values, 8, TILE)
     assert launched.grid == 2 * 6
     odd = torch.zeros(3, 16, 2, 132, dtype=BF16)[..., :128]

@@ -38,30 +38,14 @@ MOST_VALUES = 64 * 64
 COLUMNS = 8
 """Query heads of one block."""
 
-Weights = tuple[torch.Tensor | None, torch.Tensor | None]
-
-
-FETCHING = 64
-"""Blocks that have weights brought into the second-level cache, where a tile wants that."""
-
-SOON, LATER = 1, 2
-"""Weights that a `CudaAttend` may have fetched `ahead`: of the output projection that comes next; of the next
-layer's qkv projection."""
-
 
 class CudaAttend(NamedTuple):
     """Into how many splits the cached tokens are divided at the most, tokens of one iteration, warps of a
-    block; for one token. `splits` and `tokens` mean what they mean in an `AttendTile`.
-
-    Attributes:
-        ahead: `SOON`, `LATER` or both added, 0 none: weights that further blocks have brought into the
-            second-level cache, since memory has next to nothing to do meanwhile.
-    """
+    block; for one token. `splits` and `tokens` mean what they mean in an `AttendTile`."""
 
     splits: int
     tokens: int
     warps: int
-    ahead: int = 0
 
 
 def cuda_attend_tile(capacity: int, kv_heads: int, multiprocessors: int = 132) -> CudaAttend:
@@ -79,9 +63,7 @@ def no_such_tile(tile: CudaAttend) -> str:
 
 def tile_obstacle(tile: CudaAttend, head_dim: int) -> str:
     """Why there is no such tile for heads of `head_dim` values; empty where there is one."""
-    splits, tokens, warps, ahead = tile
-    if not 0 <= ahead <= SOON + LATER:
-        return f"expected 0 to {SOON + LATER} for what is fetched ahead, found {ahead}"
+    splits, tokens, warps = tile
     if not 1 <= splits <= MOST_SPLITS:
         return f"expected 1 to {MOST_SPLITS} splits, found {splits}"
     if warps not in WARPS or head_dim % (16 * warps):
@@ -171,13 +153,11 @@ def _kernel(
             "TOKENS": tile.tokens,
             "WARPS": tile.warps,
             "slot_t": slot,
-            "FETCHING": FETCHING if tile.ahead else 0,
             "PDL": pdl,
         }
     )
     found = function("attend.cu", "attend", constants, device, 0)
     blocks = kv_heads * -(-group // COLUMNS) * (1 + tile.splits)
-    blocks += FETCHING if tile.ahead else 0
     return CudaKernel("attend", found, blocks, 32 * tile.warps, pdl=pdl)
 
 
@@ -199,7 +179,6 @@ def attend_parts(
     scale: float,
     tile: CudaAttend,
     pdl: bool = True,
-    ahead: Weights = (None, None),
 ) -> None:
     """The new token's part and that of every split, not joined, for one token and where `why_not` is empty.
 
@@ -208,8 +187,6 @@ def attend_parts(
             its value, and what each split with cached tokens gives; the others stay as they are, and of
             padding all.
         lse: (1, Hq, 1 + splits) float32, contiguous: the base-2 logarithm of the sum of the exponentials.
-        ahead: weights that are read soon and later, each contiguous and of a multiple of 16 bytes below
-            2 GiB; of them those are fetched that `tile.ahead` names.
         The others: as of `triton_fused_attention.attend`; `cos_sin` of the dtype of `qkv`.
 
     Raises:
@@ -256,20 +233,7 @@ def attend_parts(
         lse,
         float(eps),
         scale * math.log2(math.e),
-        *_fetched(ahead[0] if tile.ahead & SOON else None),
-        *_fetched(ahead[1] if tile.ahead & LATER else None),
     )
-
-
-def _fetched(weight: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
-    """Where it lies and its bytes; 0 of one that cannot be fetched, which costs a little time and no more."""
-    if weight is None:
-        return None, 0
-    size = weight.numel() * weight.element_size()
-    fits = (
-        weight.is_contiguous() and size % 16 == 0 and size < 2**31 and weight.data_ptr() % 16 == 0
-    )
-    return (weight, size) if fits else (None, 0)
 
 
 def _own_tile(block_tables: torch.Tensor, key_cache: torch.Tensor) -> CudaAttend:
@@ -302,13 +266,11 @@ def attend(
     lse: torch.Tensor,
     tile: CudaAttend | None = None,
     pdl: bool = True,
-    ahead: Weights = (None, None),
 ) -> None:
     """As `triton_fused_attention.attend`, for one token and where `why_not` is empty.
 
     Args:
         tile: None: `cuda_attend_tile`.
-        ahead: as of `attend_parts`.
 
     Raises:
         InputError: the cache cannot be read 16 bytes at a time (see `cache_obstacle`).
@@ -318,6 +280,6 @@ def attend(
     tile = _own_tile(block_tables, key_cache) if tile is None else tile
     given = (qkv, q_norm, k_norm, cos_sin, positions, slots, block_tables, seq_lens)
     caches = (key_cache, value_cache)
-    attend_parts.function(*given, *caches, partial, lse, eps, scale, tile, pdl, ahead)
+    attend_parts.function(*given, *caches, partial, lse, eps, scale, tile, pdl)
     capacity = block_tables.shape[1] * key_cache.shape[1]
     join(partial, lse, out, slots, seq_lens, tile.splits, tile.tokens, capacity, pdl)
