@@ -12,7 +12,8 @@
 //
 // Constants given by the compiler: KV_HEADS; GROUP query heads of each; D values of a head, the first ROTARY rotated;
 // PAGE tokens of a block of the cache and CAPACITY of a sequence's table; KEY_BLOCK, KEY_TOKEN, KEY_HEAD, VALUE_BLOCK,
-// VALUE_TOKEN and VALUE_HEAD, strides of the cache in values; SPLITS; TOKENS of a tile, WARPS; slot_t.
+// VALUE_TOKEN and VALUE_HEAD, strides of the cache in values; SPLITS; TOKENS of a tile, WARPS; slot_t; CLUSTER 1: the parts
+// of a head are the blocks of a cluster, which joins them itself, and 0: another kernel does.
 
 #include "common.cuh"
 
@@ -36,6 +37,19 @@
 #define KEY_CHAINS (OWN_GROUPS >= 4 || CHUNKS == 1 ? 1 : OWN_GROUPS >= 2 || CHUNKS == 2 ? 2 : 4)
 #define AHEAD (OWN_GROUPS * D <= 128)                // registers hold two tiles
 #define BELOW __int_as_float(0xff800000)
+#if CLUSTER  // a part lies in its block's shared memory
+#define CLUSTERS __cluster_dims__(PARTS, 1, 1)
+#define PART_OF(block) ((block) % PARTS)
+#define PAIR_OF(block) ((block) / PARTS)
+#define COLUMN_PITCH D
+#define LSE_PITCH 1
+#else
+#define CLUSTERS
+#define PART_OF(block) ((block) / PAIRS)
+#define PAIR_OF(block) ((block) % PAIRS)
+#define COLUMN_PITCH (PARTS * D)
+#define LSE_PITCH PARTS
+#endif
 
 // -- rounding by two ------------------------------------------------------------------------------------
 
@@ -321,8 +335,9 @@ static __device__ __forceinline__ void take_tile(
 
 // -- the kernel -----------------------------------------------------------------------------------------
 
-// The new token: what it is alone, and its place in the cache. It reads no other token.
-static __device__ __forceinline__ void take_new_token(
+// The new token: what it is alone, `partial` and `lse` of its first head on, and its place in the cache. It reads no
+// other token. False: it is padding, and nothing is written.
+static __device__ __forceinline__ bool take_new_token(
     const u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos_sin, const long long* positions,
     const slot_t* slots, u16* keys, u16* values, float* partial, float* lse, float eps, float scale, int kv_head,
     int first_head) {
@@ -335,7 +350,7 @@ static __device__ __forceinline__ void take_new_token(
   for (int i = 0; i < PASSES; i++) query[i] = query_of(qkv, head, heads, i, eight);
   wait_for_previous();
   let_next_start();
-  if (slot < 0) return;
+  if (slot < 0) return false;
   uint4 q[PASSES], key = load_fresh(new_key);
 #pragma unroll
   for (int i = 0; i < PASSES; i++) q[i] = load_fresh(query[i]);
@@ -354,11 +369,12 @@ static __device__ __forceinline__ void take_new_token(
     norm_and_rotate(q[i], q_turn, eps, eight);
     const float score = head_sum(dot(q[i], key));
     if (mine >= heads) continue;
-    if (eight == 0) lse[(head + mine) * PARTS] = score * scale;
-    float* out = partial + (head + mine) * PARTS * D + eight * 8;  // a softmax over one token is 1
+    if (eight == 0) lse[mine * LSE_PITCH] = score * scale;
+    float* out = partial + mine * COLUMN_PITCH + eight * 8;  // a softmax over one token is 1
     *(float4*)out = make_float4(x[0], x[1], x[2], x[3]);
     *(float4*)(out + 4) = make_float4(x[4], x[5], x[6], x[7]);
   }
+  return true;
 }
 // `scale` times what the tensor cores left for one head: 2 * WORDS values in a row.
 static __device__ __forceinline__ void store_total(float* out, const float (*total)[4], int column, float scale) {
@@ -366,34 +382,26 @@ static __device__ __forceinline__ void store_total(float* out, const float (*tot
   for (int w = 0; w < WORDS; w += 2) {
     const float a = total[w][column] * scale, b = total[w][column + 2] * scale;
 #if WORDS == 1
-    asm volatile("st.global.v2.f32 [%0], {%1,%2};" ::"l"(out), "f"(a), "f"(b) : "memory");
+    asm volatile("st.v2.f32 [%0], {%1,%2};" ::"l"(out), "f"(a), "f"(b) : "memory");
 #else
-    asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};"
+    asm volatile("st.v4.f32 [%0], {%1,%2,%3,%4};"
                  ::"l"(out + w * 2), "f"(a), "f"(b), "f"(total[w + 1][column] * scale),
                    "f"(total[w + 1][column + 2] * scale) : "memory");
 #endif
   }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-attend(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos_sin, const long long* positions,
-       const slot_t* slots, const int* table, const int* lengths, u16* keys, u16* values, float* partial, float* lse,
-       float eps, float scale) {
+// A split of the cached tokens: `partial` and `lse` of its first head on. False: it has no token, and nothing is written.
+static __device__ __forceinline__ bool take_split(
+    const u16* qkv, const u16* q_norm, const u16* cos_sin, const long long* positions, const slot_t* slots,
+    const int* table, const int* lengths, const u16* keys, const u16* values, float* partial, float* lse, float eps,
+    float scale, int part, int kv_head, int first_head) {
   // Scores of a head lie PITCH apart, 12 banks of 32: warps write them one each to a bank, and read them 16 bytes at a
   // time, of which the last of one head and the first of the next share banks. Two, so that a warp may write the next
   // tile's while another one still reads.
   __shared__ __align__(16) float scores[2][COLUMNS][PITCH];
   __shared__ __align__(16) u16 queries[COLUMNS][SPACED];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
-  const int part = blockIdx.x / PAIRS, kv_head = blockIdx.x % PAIRS / BLOCKS;
-  const int first_head = blockIdx.x % BLOCKS * COLUMNS;
-  keys += (long long)kv_head * KEY_HEAD;
-  values += (long long)kv_head * VALUE_HEAD;
-  if (part == 0) {
-    take_new_token(qkv, q_norm, k_norm, cos_sin, positions, slots, keys, values, partial, lse, eps, scale, kv_head,
-                   first_head);
-    return;
-  }
 
   // All of this is older than the previous kernel, which has let this one start only after its own wait. No load waits
   // for another one to tell whether it is of use: blocks of the cache are looked up as if every split were of one tile.
@@ -419,7 +427,7 @@ attend(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos_sin,
   const bool none = start >= end;  // padding too
   wait_for_previous();
   let_next_start();
-  if (none) return;
+  if (none) return false;
 
   uint4 mine[PASSES], q[CHUNKS];
 #pragma unroll
@@ -470,8 +478,95 @@ attend(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos_sin,
   weight += __shfl_xor_sync(ALL, weight, 2);
   const float inverse = __fdividef(1.f, weight);
   const float one = __shfl_sync(ALL, inverse, c * 8), other = __shfl_sync(ALL, inverse, c * 8 + 4);
-  if (warp == 0 && c == 0 && g < heads) lse[(head + g) * PARTS + part] = softmax.top + __log2f(weight);
-  float* out = partial + ((head + c * 2) * PARTS + part) * D + warp * OWN_VALUES + g * (WORDS * 2);
+  if (warp == 0 && c == 0 && g < heads) lse[g * LSE_PITCH] = softmax.top + __log2f(weight);
+  float* out = partial + c * 2 * COLUMN_PITCH + warp * OWN_VALUES + g * (WORDS * 2);
   if (c * 2 < heads) store_total(out, softmax.total, 0, one);
-  if (c * 2 + 1 < heads) store_total(out + PARTS * D, softmax.total, 1, other);
+  if (c * 2 + 1 < heads) store_total(out + COLUMN_PITCH, softmax.total, 1, other);
+  return true;
+}
+
+#if CLUSTER
+// -- joining by the blocks of a cluster -------------------------------------------------------------------
+
+// Every thread of every block has come here, and what each has written before is seen by all.
+static __device__ __forceinline__ void meet() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Where `here`, in shared memory, lies in that of the block with part `part`.
+static __device__ __forceinline__ u32 in_part(const void* here, int part) {
+  u32 r;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"((u32)__cvta_generic_to_shared(here)), "r"(part));
+  return r;
+}
+static __device__ __forceinline__ float load_far(u32 at) {
+  float r;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(r) : "r"(at) : "memory");
+  return r;
+}
+static __device__ __forceinline__ float2 load_far_two(u32 at) {
+  float2 r;
+  asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(at) : "memory");
+  return r;
+}
+
+#define TWOS (COLUMNS * D / 2)
+
+// out of the heads of a pair, in the order of the parts, whichever came first; each block its share. A part that is
+// none has an lse of minus infinity and anything for a total; of padding all are none, and the result is 0.
+static __device__ __forceinline__ void join(
+    const float (*total)[D], const float* lse, u16* out, int part, int heads) {
+  meet();
+  for (int two = part * (WARPS * 32) + threadIdx.x; two < TWOS; two += PARTS * WARPS * 32) {
+    const int column = two / (D / 2), d = two % (D / 2) * 2;
+    if (column >= heads) break;
+    float weight[PARTS], top = BELOW, sum = 0.f, a = 0.f, b = 0.f;
+    float2 value[PARTS];
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) weight[i] = load_far(in_part(&lse[column], i));
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) value[i] = load_far_two(in_part(&total[column][d], i));
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) top = fmaxf(top, weight[i]);
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+      const bool none = weight[i] == BELOW;
+      const float share = none ? 0.f : exp2_of(weight[i] - top);
+      sum += share;
+      a = none ? a : fmaf(share, value[i].x, a);
+      b = none ? b : fmaf(share, value[i].y, b);
+    }
+    const float scale = sum > 0.f ? 1.f / sum : 0.f;
+    *(u32*)(out + column * D + d) = rounded(a * scale) | (u32)rounded(b * scale) << 16;
+  }
+  meet();  // nobody's shared memory is gone while another one reads it
+}
+#endif
+
+extern "C" __global__ void CLUSTERS __launch_bounds__(WARPS * 32)
+attend(const u16* qkv, const u16* q_norm, const u16* k_norm, const u16* cos_sin, const long long* positions,
+       const slot_t* slots, const int* table, const int* lengths, u16* keys, u16* values, float* partial, float* lse,
+       u16* out, float eps, float scale) {
+  const int part = PART_OF(blockIdx.x), pair = PAIR_OF(blockIdx.x), kv_head = pair / BLOCKS;
+  const int first_head = pair % BLOCKS * COLUMNS, head = kv_head * GROUP + first_head;
+  keys += (long long)kv_head * KEY_HEAD;
+  values += (long long)kv_head * VALUE_HEAD;
+#if CLUSTER
+  __shared__ __align__(16) float own_total[COLUMNS][D];
+  __shared__ float own_lse[COLUMNS];
+  partial = own_total[0];
+  lse = own_lse;
+#else
+  partial += (head * PARTS + part) * D;
+  lse += head * PARTS + part;
+#endif
+  const bool any = part == 0
+      ? take_new_token(qkv, q_norm, k_norm, cos_sin, positions, slots, keys, values, partial, lse, eps, scale, kv_head,
+                       first_head)
+      : take_split(qkv, q_norm, cos_sin, positions, slots, table, lengths, keys, values, partial, lse, eps, scale, part,
+                   kv_head, first_head);
+#if CLUSTER
+  if (!any && threadIdx.x < COLUMNS) own_lse[threadIdx.x] = BELOW;
+  join(own_total, own_lse, out + head * D, part, min(COLUMNS, GROUP - first_head));
+#endif
 }

@@ -163,7 +163,8 @@ class LayerPlan:
 
 def can_join(attend: Any) -> bool:
     """Whether output_residual can join what attend leaves by the tile `attend`; None: by its own choice."""
-    return attend is not None and 1 + attend.splits <= MOST_PARTS
+    alone = getattr(attend, "cluster", 0)  # it joins them itself
+    return attend is not None and not alone and 1 + attend.splits <= MOST_PARTS
 
 
 def _that_can_join(tiles: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -317,9 +318,11 @@ def _in_cuda(name: str) -> Operation:
 
 
 def _attend_scratch(tile: Any) -> Callable[..., Any]:
-    from graphcap.decode.kernels.triton_fused_attention import scratch_of
+    from graphcap.decode.kernels import cuda_attend, triton_fused_attention
+
+    own: Any = cuda_attend if hasattr(tile, "cluster") else triton_fused_attention
 
     def scratch(*args: Any) -> Any:
-        return scratch_of(tile, args[10])  # `out` of `attend`
+        return own.scratch_of(tile, args[10])  # `out` of `attend`
 
     return scratch

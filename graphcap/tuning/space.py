@@ -262,9 +262,8 @@ def cuda_attend_tiles(shape: ModelShape, context: int) -> list[CudaAttend]:
         most = -(-(context + HEADROOM) // tokens)
         for splits in (most, -(-most // 2)) if most >= 32 else (most,):
             tile = CudaAttend(min(MOST_SPLITS, splits), tokens, warps)
-            if not tile_obstacle(tile, shape.head_dim):
-                found.append(tile)
-    return list(dict.fromkeys(found))
+            found += [tile._replace(cluster=1), tile]
+    return [t for t in dict.fromkeys(found) if not tile_obstacle(t, shape.head_dim)]
 
 
 def _tile(name: str, tile: object) -> Change:

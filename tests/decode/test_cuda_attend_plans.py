@@ -27,8 +27,9 @@ from graphcap.decode.kernels.cuda_attend import (
     tile_obstacle,
     why_not,
 )
+from graphcap.decode.kernels.cuda_linear import CudaJoinRows
 from graphcap.decode.kernels.triton_fused_attention import MAX_SPLITS, AttendTile, scratch_of
-from graphcap.decode.layer_plan import LayerPlan, planned
+from graphcap.decode.layer_plan import LayerPlan, can_join, planned
 from graphcap.decode.plan_json import plan_from_json, plan_to_json
 from graphcap.errors import BackendError, InputError
 from graphcap.moe.kernels import Backend
@@ -70,6 +71,9 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         ((128, 128, 16, 2), BF16, CudaAttend(5, 48, 1), "up to 32"),
         ((256, 256, 16, 2), BF16, CudaAttend(5, 128, 4), "up to 64"),
         ((64, 64, 16, 2), BF16, CudaAttend(5, 320, 4), "up to 256"),
+        ((64, 64, 16, 2), BF16, CudaAttend(7, 64, 4, 2), "0 or 1 for cluster, found 2"),
+        ((64, 64, 16, 2), BF16, CudaAttend(8, 64, 4, 1), "7 splits for a cluster, found 8"),
+        ((64, 64, 16, 2), BF16, CudaAttend(7, 64, 4, 1), ""),
     ],
 )
 def test_heads_that_it_takes(sizes, dtype, tile, words) -> None:
@@ -99,7 +103,9 @@ def test_it_is_packaged_and_compiles_without_a_device() -> None:
     strides = {"KEY_BLOCK": 2560, "KEY_TOKEN": 256, "KEY_HEAD": 128}
     strides |= {name.replace("KEY", "VALUE"): value for name, value in strides.items()}
     tile = {"SPLITS": 5, "TOKENS": 64, "WARPS": 4, "slot_t": "int", "HALF": 1, "PDL": 1}
-    assert source.compiled("attend.cu", source.as_constants({**sizes, **strides, **tile}), (9, 0))
+    for cluster in (0, 1):
+        constants = {**sizes, **strides, **tile, "CLUSTER": cluster}
+        assert source.compiled("attend.cu", source.as_constants(constants), (9, 0))
 
 
 def test_whom_it_serves_is_known_without_triton() -> None:
@@ -107,7 +113,7 @@ def test_whom_it_serves_is_known_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None; import graphcap.decode.cuda_kernels, "
         "graphcap.decode.schedule; from graphcap.decode.kernels.cuda_attend import cuda_attend_tile; "
-        "assert cuda_attend_tile(320, 2) == (5, 64, 4)"
+        "assert cuda_attend_tile(320, 2) == (5, 64, 4, 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -144,6 +150,33 @@ def call(keys: torch.Tensor, values: torch.Tensor, heads: int, tile: CudaAttend)
     tables = torch.zeros(1, 7, dtype=torch.int32)
     given = (qkv, norm, norm, angles, long, long, tables, short, keys, values)
     attend_parts(*given, *scratch, 1e-6, 0.5, tile, False)
+
+
+def test_a_cluster_writes_the_result_needs_no_scratch_and_leaves_nothing_to_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched = Launched(monkeypatch)
+    caches = torch.zeros(2, 3, 16, 2, 128, dtype=BF16)
+    tile, out = CudaAttend(5, 64, 4, 1), torch.zeros(1, 8, 128, dtype=BF16)
+    alone = LayerPlan("fused", tiles={"attend": tile})
+    attend = planned(TRITON, alone).attend
+    assert attend.scratch(*[None] * 10, out) == {}
+    qkv = torch.zeros(1, 12 * 128, dtype=BF16)
+    norm, angles = torch.zeros(128, dtype=BF16), torch.zeros(9, 64, dtype=BF16)
+    long, short = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    tables = torch.zeros(1, 7, dtype=torch.int32)
+    attend(qkv, norm, norm, angles, long, long, tables, short, *caches, out, 1e-6, 0.5)
+    assert launched.constants["CLUSTER"] == "1"
+    assert launched.grid == 2 * 6
+    assert launched.arguments[-5:-2] == (None, None, out)
+    with pytest.raises(AssertionError, match="leaves no parts"):
+        call(*caches, 8, tile)
+    assert not can_join(tile)
+    assert can_join(tile._replace(cluster=0))
+    joined = alone.with_tile("attend", tile._replace(cluster=0))
+    joined = joined.with_tile("output_residual", CudaJoinRows(16))
+    assert joined.joins
+    assert not joined.with_tile("attend", tile).joins
 
 
 def test_strides_go_into_the_kernel_and_what_it_cannot_read_is_refused(
@@ -238,7 +271,10 @@ def test_what_a_search_tries() -> None:
         assert {tile.splits for tile in tiles} == splits
         assert all(tile_obstacle(tile, SEED.head_dim) == "" for tile in tiles)
     wide = cuda_attend_tiles(replace(SEED, head_dim=256), 256)
-    assert [tile.tokens for tile in wide] == [64, 128, 32]
+    assert [tile.tokens for tile in wide if not tile.cluster] == [64, 128, 32]
+    for context, clusters in ((256, {3, 5}), (4096, set())):
+        tiles = cuda_attend_tiles(SEED, context)
+        assert {tile.splits for tile in tiles if tile.cluster} == clusters
 
     def tried(rows: int, cuda: LayerPlan | None) -> set[str]:
         start = LayerPlan("fused")

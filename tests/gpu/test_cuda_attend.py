@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -114,14 +115,15 @@ class Call:
         heads, d, dtype = self.sizes.heads, self.sizes.d, self.sizes.dtype
         self.after = [copied(cache) for cache in self.caches]
         self.out = torch.full((2, heads, d), NAN, device=self.device, dtype=dtype)
-        plan = triton_fused_attention.scratch_of(tile, self.out[:1])
+        plan = cuda_attend.scratch_of(tile, self.out[:1])
         scratch = {
             name: torch.full(shape, NAN, device=self.device, dtype=kind)
             for name, (shape, kind) in plan.items()
         }
         given = (*self.arguments(self.after), self.out[:1], EPS, self.scale)
         cuda_attend.attend(*given, **scratch, tile=tile, pdl=pdl)
-        self.partial, self.lse = scratch["partial"], scratch["lse"]
+        none = torch.full((1, heads, 0), NAN, device=self.device)
+        self.partial, self.lse = scratch.get("partial", none), scratch.get("lse", none)
 
     def by_triton(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """`out`, and the caches afterwards, by its own tile."""
@@ -164,7 +166,7 @@ class Call:
         scores = torch.einsum("hd,thd->ht", self.turned(q, self.q_norm), keys) * self.scale
         cached = self.length - 1
         share = max(cdiv(cdiv(cached, tile.splits), tile.tokens), 1) * tile.tokens
-        for part in range(1 + tile.splits):
+        for part in range(0 if tile.cluster else 1 + tile.splits):
             begin, end = (cached, cached + 1) if part == 0 else ((part - 1) * share, cached)
             end = min(begin + share, end)
             partial, lse = self.partial[0, :, part], self.lse[0, :, part]
@@ -217,7 +219,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "tile", "lengths"), CASES)
+def in_clusters() -> Iterator[tuple[Sizes, CudaAttend, list[int]]]:
+    for sizes, tile, lengths in CASES:
+        if tile.splits < cuda_attend.MOST_CLUSTER:
+            yield sizes, tile._replace(cluster=1), lengths
+    yield SEED, CudaAttend(7, 32, 2, 1), [*SMALL, 193, 224, 225, 226, 320]
+    yield Sizes(16, 1, 128, 128), CudaAttend(7, 16, 1, 1), [1, 2, 113, 320]
+    yield Sizes(9, 3, 64, 64, dtype=HALF), CudaAttend(6, 64, 4, 1), [1, 2, 113, 320]
+
+
+@pytest.mark.parametrize(("sizes", "tile", "lengths"), [*CASES, *in_clusters()])
 def test_parts_and_result(device, sizes: Sizes, tile: CudaAttend, lengths: list[int]) -> None:
     assert cuda_attend.why_not(sizes.d, sizes.rotary, *sizes[:2], sizes.dtype, device, tile) == ""
     for length in lengths:
@@ -226,9 +237,12 @@ def test_parts_and_result(device, sizes: Sizes, tile: CudaAttend, lengths: list[
         call.check(tile)
 
 
+@pytest.mark.parametrize("cluster", [0, 1])
 @pytest.mark.parametrize("pdl", [True, False])
-def test_slots_of_32_bits_heads_apart_in_memory_and_the_same_bits_again(device, pdl) -> None:
-    tile = CudaAttend(5, 64, 4)
+def test_slots_of_32_bits_heads_apart_in_memory_and_the_same_bits_again(
+    device, pdl, cluster: int
+) -> None:
+    tile = CudaAttend(5, 64, 4, cluster)
     for length in (1, 66, 320):
         call = Call(device, SEED, length, torch.int32, spacing=8)
         call.run(tile, pdl)
@@ -275,12 +289,13 @@ def test_triton_computes_the_same(device, sizes: Sizes) -> None:
     assert differing < 0.01 * written
 
 
+@pytest.mark.parametrize("cluster", [0, 1])
 @pytest.mark.parametrize("pdl", [True, False])
-def test_padding_reads_and_writes_nothing(device, pdl) -> None:
+def test_padding_reads_and_writes_nothing(device, pdl, cluster: int) -> None:
     for sizes, length in ((SEED, 1), (SEED, 200), (Sizes(12, 1, page=10), 77)):
         call = Call(device, sizes, length)
         call.pad()
-        call.run(CudaAttend(3, 64, 4), pdl)
+        call.run(CudaAttend(3, 64, 4, cluster), pdl)
         assert (call.out[0] == 0).all()
         assert call.out[1:].isnan().all()
         assert call.partial.isnan().all()
@@ -289,7 +304,9 @@ def test_padding_reads_and_writes_nothing(device, pdl) -> None:
             torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("tile", [CudaAttend(5, 64, 4), CudaAttend(2, 32, 2)])
+@pytest.mark.parametrize(
+    "tile", [CudaAttend(5, 64, 4), CudaAttend(2, 32, 2), CudaAttend(5, 64, 4, 1)]
+)
 def test_in_a_graph_between_its_neighbours_it_gives_the_bits_of_an_eager_run(device, tile) -> None:
     """What the kernel before writes is poisoned before each run: a load that did not wait would show."""
     call = Call(device, SEED, 320)
@@ -301,7 +318,7 @@ def test_in_a_graph_between_its_neighbours_it_gives_the_bits_of_an_eager_run(dev
     back = (torch.randn(hidden, heads * d, device=device) * hidden**-0.5).to(BF16)
     residual = torch.zeros(1, hidden, device=device, dtype=BF16)
     attended = torch.empty(1, heads, d, device=device, dtype=BF16)
-    plan = triton_fused_attention.scratch_of(tile, attended)
+    plan = cuda_attend.scratch_of(tile, attended)
     scratch = {n: torch.empty(s, device=device, dtype=t) for n, (s, t) in plan.items()}
     arguments = (*call.arguments(call.caches), attended, EPS, call.scale)
 
@@ -367,12 +384,15 @@ def decoded(weights, kernels, schedule: str, tune_cache, prompt: list[int]) -> l
     return tokens
 
 
+@pytest.mark.parametrize("cluster", [0, 1])
 @pytest.mark.parametrize("without_pdl", [frozenset(), frozenset({"attend"})])
-def test_a_decoder_gives_the_tokens_of_the_plain_schedule(device, tmp_path, without_pdl) -> None:
+def test_a_decoder_gives_the_tokens_of_the_plain_schedule(
+    device, tmp_path, without_pdl, cluster: int
+) -> None:
     """Over lengths at which a split takes one iteration, two and three, up to a near-tie."""
     weights = random_weights(SHAPE, device=device, dtype=HALF, seed=3)
     kernels = decode_kernels(choose_backend("triton", device))
-    plan = LayerPlan("fused", {"attend": CudaAttend(3, 16, 1)}, without_pdl=without_pdl)
+    plan = LayerPlan("fused", {"attend": CudaAttend(3, 16, 1, cluster)}, without_pdl=without_pdl)
     file = plan_file(tmp_path / "none", SHAPE, HALF, device, None)
     bucket = TunedBucket(1, CONTEXT, plan, 1.5, 2.0, 1.75, 2, 4)
     file.with_buckets([bucket]).write(tmp_path / file.key.file_name)

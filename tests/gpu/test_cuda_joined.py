@@ -17,6 +17,7 @@ from graphcap.cuda import source
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.decoder import Decoder, EagerDecoder
 from graphcap.decode.kernels import cuda_linear, decode_kernels
+from graphcap.decode.kernels.cuda_attend import CudaAttend
 from graphcap.decode.kernels.cuda_linear import CudaJoinRows, CudaRows
 from graphcap.decode.kernels.triton_fused_attention import (
     AttendTile,
@@ -310,15 +311,22 @@ def plain_logits(weights, kernels, tokens: list[int]) -> torch.Tensor:
     return logits[0].float()
 
 
+@pytest.mark.parametrize(
+    ("tile", "kernel", "implementation"),
+    [
+        (AttendTile(5, 64, 8), "_attend_kernel", "triton: fused_attention, not joined"),
+        (CudaAttend(5, 64, 4), "attend", "cuda: attend"),
+    ],
+)
 def test_a_decoder_by_a_joined_plan_decodes_the_same_tokens(
-    device: torch.device, tmp_path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, tmp_path, tile, kernel: str, implementation: str
 ) -> None:
     from graphcap.tuning.tune import plan_file
 
     shape = replace(preset("seed-64").with_layers(2), vocab_size=1024)
     weights = random_weights(shape, device=device, dtype=HALF, seed=3)
     kernels = decode_kernels(choose_backend("triton", device))
-    plan = joined_plan(weights)
+    plan = joined_plan(weights).with_tile("attend", tile)
     file = plan_file(tmp_path / "none", shape, HALF, device, None)
     file.with_buckets([TunedBucket(1, CONTEXT, plan, 1.5, 2.0, 1.75, 2, 9)]).write(
         tmp_path / file.key.file_name
@@ -345,11 +353,11 @@ def test_a_decoder_by_a_joined_plan_decodes_the_same_tokens(
             census = decoder.manager.recording(1).census()
             nodes = {row.operation: (row.implementation, row.nodes) for row in census.rows}
             names = {kernel.name for kernel in census.kernels}
-            assert "_attend_kernel" in names
+            assert kernel in names
             assert "_attend_join_kernel" not in names
         tokens[schedule] = decoder.decode([prompt], NEW).token_ids[0]
         decoder.close()
-    assert nodes["attend"] == ("triton: fused_attention, not joined", 2)
+    assert nodes["attend"] == (implementation, 2)
     assert nodes["output_residual"] == ("cuda: joined linear", 2)
     ours, theirs = tokens["auto"], tokens["plain"]
     assert len(ours) == len(theirs) == NEW

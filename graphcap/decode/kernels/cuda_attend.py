@@ -1,7 +1,8 @@
 """Attention of one new token in CUDA C++ (``cuda/attend.cu``); signatures as in `triton_fused_attention`.
 
 The parts are made here, by tensor cores whose operands are loaded in the order in which they are given to
-them; the kernel that joins them is Triton's. Where there is no Triton this module says whom it would serve.
+them. Few are joined here as well, by a cluster of blocks that read one another's shared memory; the kernel
+that joins many is Triton's. Where there is no Triton this module says whom it would serve.
 """
 
 from __future__ import annotations
@@ -39,13 +40,23 @@ COLUMNS = 8
 """Query heads of one block."""
 
 
+MOST_CLUSTER = 8
+"""Blocks of a cluster that every device of compute capability 9.0 takes (CUDA C++ programming guide)."""
+
+
 class CudaAttend(NamedTuple):
     """Into how many splits the cached tokens are divided at the most, tokens of one iteration, warps of a
-    block; for one token. `splits` and `tokens` mean what they mean in an `AttendTile`."""
+    block; for one token. `splits` and `tokens` mean what they mean in an `AttendTile`.
+
+    Attributes:
+        cluster: 1: the parts of a head are the blocks of a cluster, which joins them itself: one kernel. 0:
+            they are left to be joined by another one.
+    """
 
     splits: int
     tokens: int
     warps: int
+    cluster: int = 0
 
 
 def cuda_attend_tile(capacity: int, kv_heads: int, multiprocessors: int = 132) -> CudaAttend:
@@ -63,7 +74,11 @@ def no_such_tile(tile: CudaAttend) -> str:
 
 def tile_obstacle(tile: CudaAttend, head_dim: int) -> str:
     """Why there is no such tile for heads of `head_dim` values; empty where there is one."""
-    splits, tokens, warps = tile
+    splits, tokens, warps, cluster = tile
+    if cluster not in (0, 1):
+        return f"expected 0 or 1 for cluster, found {cluster}"
+    if cluster and splits >= MOST_CLUSTER:
+        return f"expected at most {MOST_CLUSTER - 1} splits for a cluster, found {splits}"
     if not 1 <= splits <= MOST_SPLITS:
         return f"expected 1 to {MOST_SPLITS} splits, found {splits}"
     if warps not in WARPS or head_dim % (16 * warps):
@@ -153,12 +168,77 @@ def _kernel(
             "TOKENS": tile.tokens,
             "WARPS": tile.warps,
             "slot_t": slot,
+            "CLUSTER": tile.cluster,
             "PDL": pdl,
         }
     )
     found = function("attend.cu", "attend", constants, device, 0)
     blocks = kv_heads * -(-group // COLUMNS) * (1 + tile.splits)
     return CudaKernel("attend", found, blocks, 32 * tile.warps, pdl=pdl)
+
+
+def _launch(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    partial: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    out: torch.Tensor | None,
+    heads: int,
+    eps: float,
+    scale: float,
+    tile: CudaAttend,
+    pdl: bool,
+) -> None:
+    """Into `partial` and `lse`, or by a cluster into `out`."""
+    page, kv_heads = key_cache.shape[1:3]
+    assert seq_lens.shape[0] == 1, "for one token; see LayerPlan"
+    assert cos_sin.dtype == qkv.dtype, "the rotary table is of the model's dtype"
+    for cache_ in (key_cache, value_cache):
+        if why := cache_obstacle(cache_):
+            raise InputError(
+                f"attention in CUDA C++, cache: {why}; take a plan without a CudaAttend tile"
+            )
+    kernel = _kernel(
+        qkv.device,
+        qkv.dtype == torch.float16,
+        kv_heads,
+        heads // kv_heads,
+        key_cache.shape[3],
+        cos_sin.shape[1],
+        page,
+        block_tables.shape[1] * page,
+        key_cache.stride()[:3],
+        value_cache.stride()[:3],
+        "int" if slots.dtype == torch.int32 else "long long",
+        tile,
+        pdl,
+    )
+    kernel.launch(
+        qkv.device,
+        qkv,
+        q_norm,
+        k_norm,
+        cos_sin,
+        positions,
+        slots,
+        block_tables,
+        seq_lens,
+        key_cache,
+        value_cache,
+        partial,
+        lse,
+        out,
+        float(eps),
+        scale * math.log2(math.e),
+    )
 
 
 @operation("attend", "cuda: attend")
@@ -187,53 +267,17 @@ def attend_parts(
             its value, and what each split with cached tokens gives; the others stay as they are, and of
             padding all.
         lse: (1, Hq, 1 + splits) float32, contiguous: the base-2 logarithm of the sum of the exponentials.
+        tile: without a cluster.
         The others: as of `triton_fused_attention.attend`; `cos_sin` of the dtype of `qkv`.
 
     Raises:
         InputError: the cache cannot be read 16 bytes at a time (see `cache_obstacle`).
     """
-    heads, parts, head_dim = partial.shape[1:]
-    page, kv_heads = key_cache.shape[1:3]
-    assert partial.shape[0] == 1, "for one token; see LayerPlan"
-    assert parts == 1 + tile.splits, "scratch of another tile"
-    assert cos_sin.dtype == qkv.dtype, "the rotary table is of the model's dtype"
-    for cache_ in (key_cache, value_cache):
-        if why := cache_obstacle(cache_):
-            raise InputError(
-                f"attention in CUDA C++, cache: {why}; take a plan without a CudaAttend tile"
-            )
-    kernel = _kernel(
-        qkv.device,
-        qkv.dtype == torch.float16,
-        kv_heads,
-        heads // kv_heads,
-        head_dim,
-        cos_sin.shape[1],
-        page,
-        block_tables.shape[1] * page,
-        key_cache.stride()[:3],
-        value_cache.stride()[:3],
-        "int" if slots.dtype == torch.int32 else "long long",
-        tile,
-        pdl,
-    )
-    kernel.launch(
-        qkv.device,
-        qkv,
-        q_norm,
-        k_norm,
-        cos_sin,
-        positions,
-        slots,
-        block_tables,
-        seq_lens,
-        key_cache,
-        value_cache,
-        partial,
-        lse,
-        float(eps),
-        scale * math.log2(math.e),
-    )
+    assert not tile.cluster, "a cluster leaves no parts; see can_join"
+    assert partial.shape[2] == 1 + tile.splits, "scratch of another tile"
+    given = (qkv, q_norm, k_norm, cos_sin, positions, slots, block_tables, seq_lens)
+    caches = (key_cache, value_cache)
+    _launch(*given, *caches, partial, lse, None, partial.shape[1], eps, scale, tile, pdl)
 
 
 def _own_tile(block_tables: torch.Tensor, key_cache: torch.Tensor) -> CudaAttend:
@@ -241,9 +285,16 @@ def _own_tile(block_tables: torch.Tensor, key_cache: torch.Tensor) -> CudaAttend
     return cuda_attend_tile(block_tables.shape[1] * page, kv_heads)
 
 
-def _scratch(*args: torch.Tensor) -> Mapping[str, BufferSpec]:
-    from graphcap.decode.kernels.triton_fused_attention import scratch_of
+def scratch_of(tile: CudaAttend, out: torch.Tensor) -> Mapping[str, BufferSpec]:
+    """As `triton_fused_attention.scratch_of`; a cluster needs none."""
+    if tile.cluster:
+        return {}
+    from graphcap.decode.kernels import triton_fused_attention
 
+    return triton_fused_attention.scratch_of(tile, out)
+
+
+def _scratch(*args: torch.Tensor) -> Mapping[str, BufferSpec]:
     return scratch_of(_own_tile(args[6], args[8]), args[10])
 
 
@@ -262,24 +313,30 @@ def attend(
     out: torch.Tensor,
     eps: float,
     scale: float,
-    partial: torch.Tensor,
-    lse: torch.Tensor,
+    partial: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     tile: CudaAttend | None = None,
     pdl: bool = True,
 ) -> None:
     """As `triton_fused_attention.attend`, for one token and where `why_not` is empty.
 
     Args:
+        partial, lse: None where the tile has a cluster.
         tile: None: `cuda_attend_tile`.
 
     Raises:
         InputError: the cache cannot be read 16 bytes at a time (see `cache_obstacle`).
     """
-    from graphcap.decode.kernels.triton_fused_attention import join
-
     tile = _own_tile(block_tables, key_cache) if tile is None else tile
     given = (qkv, q_norm, k_norm, cos_sin, positions, slots, block_tables, seq_lens)
     caches = (key_cache, value_cache)
+    if tile.cluster:
+        assert out.is_contiguous()
+        _launch(*given, *caches, None, None, out, out.shape[1], eps, scale, tile, pdl)
+        return
+    from graphcap.decode.kernels.triton_fused_attention import join
+
+    assert partial is not None and lse is not None, "see scratch_of"  # noqa: PT018
     attend_parts.function(*given, *caches, partial, lse, eps, scale, tile, pdl)
     capacity = block_tables.shape[1] * key_cache.shape[1]
     join(partial, lse, out, slots, seq_lens, tile.splits, tile.tokens, capacity, pdl)
