@@ -16,8 +16,8 @@ import torch
 
 from graphcap.errors import BackendError
 
-Argument = Union[torch.Tensor, float, int, None]  # noqa: UP007 - evaluated, also by Python 3.10
-"""Of a kernel: a tensor's address, a float or an integer of 32 bits, or no address."""
+Argument = Union[torch.Tensor, float, None]  # noqa: UP007 - evaluated, also by Python 3.10
+"""Of a kernel: a tensor's address, a float of 32 bits, or no address."""
 
 Constants = tuple[tuple[str, str], ...]
 """Name -> value of what is compiled into a kernel."""
@@ -32,7 +32,7 @@ _NEWEST = ("cuLaunchKernelEx", "CUlaunchConfig", "CUlaunchAttribute", "CUlaunchA
 
 _PROBE: dict[str, int | str] = {
     **dict.fromkeys(("HALF", "NORM", "DELTA", "NORMED", "BIAS", "RESIDUAL", "FLOAT_OUT"), 0),
-    **{"OUTPUTS": 1, "COLUMNS": 256, "ROWS": 1, "PDL": 1, "PARTS": 0},
+    **{"OUTPUTS": 1, "COLUMNS": 256, "ROWS": 1, "PDL": 1},
 }
 """Constants of the smallest kernel."""
 
@@ -146,13 +146,10 @@ class CudaKernel:
 
 
 def _passed(argument: Argument) -> tuple[float, Any]:
-    """What cuda-bindings passes: the value, and its C type."""
     if isinstance(argument, torch.Tensor):
         return argument.data_ptr(), ctypes.c_void_p
     if argument is None:
         return 0, ctypes.c_void_p
-    if isinstance(argument, int):
-        return argument, ctypes.c_int32
     return argument, ctypes.c_float
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from graphcap.decode.kernels import cuda_attend, cuda_linear
-from graphcap.decode.kernels.cuda_linear import CudaJoinRows
 from graphcap.decode.layer_plan import CUDA_TILES, LayerPlan
 from graphcap.decode.model_shape import ModelShape
 from graphcap.decode.plan_key import ExpertSizes
@@ -38,15 +37,6 @@ def cuda_obstacles(
             reason = f"they are of schedule 'fused', found {plan.layers!r}"
         elif name in _OF_EXPERTS:
             reason = _experts_obstacle(name, shape, dtype, device, tiles.get(name))
-        elif isinstance(tiles.get(name), CudaJoinRows):
-            reason = cuda_linear.why_not_joined(
-                shape.num_heads,
-                shape.head_dim,
-                tiles["attend"].splits,
-                dtype,
-                device,
-                tiles[name],
-            )
         elif name == "attend":
             reason = cuda_attend.why_not(
                 shape.head_dim,

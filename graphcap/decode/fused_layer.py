@@ -1,8 +1,7 @@
 """The layers of a decode step in few kernels, for few rows, each bucket by its `LayerPlan`.
 
 - "fused": norm_qkv → attend (two launches) → output_residual → norm_router → gate_up → down: seven kernels
-  a layer at batch 1, or six by a plan whose output_residual joins the splits of attention itself. The MLP's
-  result stays apart from the residual stream until the next layer's
+  a layer at batch 1. The MLP's result stays apart from the residual stream until the next layer's
   norm_qkv adds it.
 - "apart", for more rows: add_norm → qkv → attend → output → add_norm → router → experts. Norms are
   made once, not by every program of a projection; attention is the same.
@@ -147,13 +146,10 @@ class FusedLayers:
             )
             if total is not None:
                 residual, other = other, residual
-            if kernels.parts:
-                self._attend_joined(index, layer, qkv, residual, inputs)
-            else:
-                attended = self._attend(index, layer, qkv, inputs)
-                flat = attended.view(rows, -1)
-                pool.run(kernels.output_residual, flat, layer.output, layer.output_bias, residual)
-                pool.release("attended")
+            attended = self._attend(index, layer, qkv, inputs)
+            flat = attended.view(rows, -1)
+            pool.run(kernels.output_residual, flat, layer.output, layer.output_bias, residual)
+            pool.release("attended")
             experts = self._experts[index]
             if experts is None:
                 self._dense(layer, residual, hidden)
@@ -181,51 +177,10 @@ class FusedLayers:
         self, index: int, layer: LayerWeights, qkv: torch.Tensor, inputs: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """What the heads read (M, Hq, D), taken as "attended"; `qkv` is released."""
-        shape = self._weights.shape
-        size = (qkv.shape[0], shape.num_heads, shape.head_dim)
-        attended = self._pool.take("attended", size, qkv.dtype)
-        self._run_attend(index, layer, qkv, inputs, attended)
-        return attended
-
-    def _attend_joined(
-        self,
-        index: int,
-        layer: LayerWeights,
-        qkv: torch.Tensor,
-        residual: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
-    ) -> None:
-        """residual += the output projection of what the heads read; `qkv` is released."""
-        pool, kernels, shape = self._pool, self._kernels, self._weights.shape
-        size = (qkv.shape[0], shape.num_heads, kernels.parts)
-        # Named as what attention takes where it joins the parts itself: these share bytes.
-        partial = pool.take("attend/partial", (*size, shape.head_dim), torch.float32)
-        lse = pool.take("attend/lse", size, torch.float32)
-        self._run_attend(index, layer, qkv, inputs, partial, lse)
-        tables = inputs["block_tables"]
+        pool, shape = self._pool, self._weights.shape
+        dim = shape.head_dim
+        attended = pool.take("attended", (qkv.shape[0], shape.num_heads, dim), qkv.dtype)
         pool.run(
-            kernels.output_residual,
-            partial,
-            lse,
-            inputs["slot_mapping"],
-            inputs["seq_lens"],
-            tables.shape[1] * self._cache.keys[index].shape[1],
-            layer.output,
-            layer.output_bias,
-            residual,
-        )
-        pool.release("attend/partial", "attend/lse")
-
-    def _run_attend(
-        self,
-        index: int,
-        layer: LayerWeights,
-        qkv: torch.Tensor,
-        inputs: Mapping[str, torch.Tensor],
-        *out: torch.Tensor,
-    ) -> None:
-        """Writes `out`, as the plan's attend has it, and releases `qkv`."""
-        self._pool.run(
             self._kernels.attend,
             qkv,
             layer.q_norm,
@@ -237,11 +192,12 @@ class FusedLayers:
             inputs["seq_lens"],
             self._cache.keys[index],
             self._cache.values[index],
-            *out,
+            attended,
             self._eps,
-            self._weights.shape.head_dim**-0.5,
+            dim**-0.5,
         )
-        self._pool.release("qkv")
+        pool.release("qkv")
+        return attended
 
     def _dense(self, layer: LayerWeights, residual: torch.Tensor, out: torch.Tensor) -> None:
         """out = the dense MLP of the normed residual."""

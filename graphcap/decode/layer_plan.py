@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from graphcap.decode.kernels import DecodeKernels, FusedLayerKernels
-from graphcap.decode.kernels.cuda_linear import MOST_PARTS, CudaJoinRows, CudaRows
 from graphcap.errors import InputError
 from graphcap.moe.kernels import ExpertKernels
 from graphcap.operations import Operation
 
-_CUDA_KINDS = ("CudaRows", "CudaJoinRows", "CudaAttend", "CudaGateUp", "CudaDown")
+_CUDA_KINDS = ("CudaRows", "CudaAttend", "CudaGateUp", "CudaDown")
 
 LAYERS = ("fused", "apart", "plain")
 
@@ -67,8 +66,7 @@ CUDA_TILES = {
     "pair_gate_up": "CudaGateUp",
     "pair_down": "CudaDown",
 }
-"""Kernels that there are in CUDA C++ as well, for one row: the tile says which one is meant. A CudaJoinRows
-of output_residual is a CudaRows that joins the splits of attention besides (see `LayerPlan.joins`)."""
+"""Kernels that there are in CUDA C++ as well, for one row: the tile says which one is meant."""
 
 CHAINED = (*TILED, "add_norm", "top_k", "align", "merge")
 """Kernels that can be launched by programmatic dependent launch."""
@@ -107,17 +105,8 @@ class LayerPlan:
                 )
         for name, tile in self.tiles.items():
             kind = type(tile).__name__
-            joining = name == "output_residual" and isinstance(tile, CudaJoinRows)
-            if kind.startswith("Cuda") and CUDA_TILES.get(name) != kind and not joining:
+            if kind.startswith("Cuda") and CUDA_TILES.get(name) != kind:
                 raise InputError(f"tiles of a plan: {name} is not made by kernels with a {kind}")
-            attend = self.tiles.get("attend")
-            if joining and not can_join(attend):
-                found = "none" if attend is None else f"one of {attend.splits}"
-                raise InputError(
-                    f"tiles of a plan: output_residual with a CudaJoinRows joins what attend leaves, "
-                    f"expected a tile of attend of at most {MOST_PARTS - 1} splits, found {found}; give it "
-                    f"one, or output_residual a CudaRows"
-                )
 
     def __eq__(self, other: object) -> bool:
         """Tiles of two kinds may hold the same numbers, and are tuples."""
@@ -132,24 +121,15 @@ class LayerPlan:
         """The kernels that this plan wants in CUDA C++."""
         return tuple(n for n, t in sorted(self.tiles.items()) if type(t).__name__ in _CUDA_KINDS)
 
-    @property
-    def joins(self) -> bool:
-        """Whether output_residual joins the splits of attention, which attend then leaves as they are."""
-        return self.layers == "fused" and isinstance(
-            self.tiles.get("output_residual"), CudaJoinRows
-        )
-
     def without(self, names: Iterable[str]) -> LayerPlan:
-        """The same with these kernels' own choice of a tile. Without one of attend nothing can join its
-        splits: output_residual keeps its rows, and attention its own second kernel."""
+        """The same with these kernels' own choice of a tile."""
         names = set(names)
         tiles = {name: tile for name, tile in self.tiles.items() if name not in names}
-        return replace(self, tiles=_that_can_join(tiles))
+        return replace(self, tiles=tiles)
 
     def with_tile(self, name: str, tile: Any) -> LayerPlan:
-        """The same with this tile; where it is one of attend whose splits are too many to be joined by
-        output_residual, that one keeps its rows and joins nothing."""
-        return replace(self, tiles=_that_can_join({**self.tiles, name: tile}))
+        """The same with this tile."""
+        return replace(self, tiles={**self.tiles, name: tile})
 
     def of_experts(self) -> LayerPlan:
         """What it says of the kernels in `EXPERT_CHAIN`, and nothing else."""
@@ -159,19 +139,6 @@ class LayerPlan:
             blas=frozenset(),
             without_pdl=self.without_pdl.intersection(EXPERT_CHAIN),
         )
-
-
-def can_join(attend: Any) -> bool:
-    """Whether output_residual can join what attend leaves by the tile `attend`; None: by its own choice."""
-    alone = getattr(attend, "cluster", 0)  # it joins them itself
-    return attend is not None and not alone and 1 + attend.splits <= MOST_PARTS
-
-
-def _that_can_join(tiles: Mapping[str, Any]) -> Mapping[str, Any]:
-    own = tiles.get("output_residual")
-    if isinstance(own, CudaJoinRows) and not can_join(tiles.get("attend")):
-        return {**tiles, "output_residual": CudaRows(own.rows)}
-    return tiles
 
 
 def default_plan(rows: int) -> LayerPlan:
@@ -189,8 +156,6 @@ class PlannedKernels:
 
     Attributes:
         decode: for what no plan touches; its `experts` are those of the plan.
-        parts: of each head that `attend` leaves for `output_residual` to join, by a plan that `joins`; both
-            are then called as `attend_parts` and `output_residual_joined`. 0: attend joins them itself.
     """
 
     decode: DecodeKernels
@@ -202,7 +167,6 @@ class PlannedKernels:
     qkv: Operation
     output: Operation
     router: Operation
-    parts: int = 0
 
 
 def planned(kernels: DecodeKernels, plan: LayerPlan) -> PlannedKernels:
@@ -216,23 +180,16 @@ def planned(kernels: DecodeKernels, plan: LayerPlan) -> PlannedKernels:
     def projection(name: str) -> Operation:
         return kernels.linear if name in plan.blas else by_plan(name, fused.project)
 
-    attend, output_residual = fused.attend, fused.output_residual
-    if plan.joins:
-        attend, output_residual = _joining(plan)
-    else:
-        attend = by_plan("attend", attend)
-        output_residual = by_plan("output_residual", output_residual)
     return PlannedKernels(
         replace(kernels, experts=planned_experts(kernels.experts, fused, plan)),
         by_plan("norm_qkv", fused.norm_qkv),
-        attend,
-        output_residual,
+        by_plan("attend", fused.attend),
+        by_plan("output_residual", fused.output_residual),
         by_plan("norm_router", fused.norm_router),
         by_plan("add_norm", kernels.fused_add_rms_norm),
         projection("qkv"),
         projection("output"),
         by_plan("router", fused.project.named("router GEMM")),
-        1 + plan.tiles["attend"].splits if plan.joins else 0,
     )
 
 
@@ -272,25 +229,6 @@ def _by_plan(plan: LayerPlan, name: str, operation: Operation) -> Operation:
         scratch = _attend_scratch(plan.tiles[name])
     return Operation(
         operation.name, operation.implementation, partial(operation.function, **options), scratch
-    )
-
-
-def _joining(plan: LayerPlan) -> tuple[Operation, Operation]:
-    """`attend_parts` and `output_residual_joined` by a plan that `joins`."""
-    from graphcap.decode.kernels import cuda_attend, cuda_linear, triton_fused_attention
-
-    parts: Any = cuda_attend if "attend" in plan.in_cuda else triton_fused_attention
-
-    def bound(name: str, operation: Operation, **more: int) -> Operation:
-        options = {"pdl": name not in plan.without_pdl, "tile": plan.tiles[name], **more}
-        return Operation(
-            operation.name, operation.implementation, partial(operation.function, **options)
-        )
-
-    tokens = plan.tiles["attend"].tokens
-    return (
-        bound("attend", parts.attend_parts),
-        bound("output_residual", cuda_linear.output_residual_joined, tokens=tokens),
     )
 
 

@@ -72,7 +72,7 @@ def plan_from_json(found: Mapping[str, Any]) -> LayerPlan:
 
 def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
     from graphcap.decode.kernels.cuda_attend import CudaAttend, no_such_tile
-    from graphcap.decode.kernels.cuda_linear import CudaJoinRows, CudaRows
+    from graphcap.decode.kernels.cuda_linear import CudaRows
     from graphcap.decode.kernels.triton_fused_attention import AttendTile
     from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
     from graphcap.moe.kernels.cuda_down import CudaDown
@@ -82,7 +82,6 @@ def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
 
     known: tuple[Any, ...] = {
         "attend": (AttendTile, CudaAttend),
-        "output_residual": (DotTile, RowsTile, CudaRows, CudaJoinRows),
         "gated_gemm": (Tile,),
         "down_gemm": (Tile,),
         "pair_gate_up": (PairTile, CudaGateUp),

@@ -32,6 +32,9 @@ products cuBLAS makes, are not among them."""
 
 SOURCES = (
     "cuda/attend.cu",
+    "cuda/attend_cluster.cuh",
+    "cuda/attend_softmax.cuh",
+    "cuda/attend_tiles.cuh",
     "cuda/choice.cuh",
     "cuda/common.cuh",
     "cuda/down.cu",

@@ -10,15 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from graphcap.decode.kernels.cuda_attend import MOST_SPLITS, CudaAttend, tile_obstacle
-from graphcap.decode.kernels.cuda_linear import (
-    MOST_PARTS,
-    MOST_ROWS,
-    CudaJoinRows,
-    CudaRows,
-)
+from graphcap.decode.kernels.cuda_linear import MOST_ROWS, CudaRows
 from graphcap.decode.kernels.triton_fused_attention import AttendTile
 from graphcap.decode.kernels.triton_fused_linear import DotTile, RowsTile
-from graphcap.decode.layer_plan import LayerPlan, can_join
+from graphcap.decode.layer_plan import LayerPlan
 from graphcap.decode.model_shape import ModelShape
 from graphcap.moe.experts import few_pairs
 from graphcap.moe.kernels.cuda_down import ROWS, CudaDown
@@ -71,13 +66,6 @@ CUDA_GATE_UPS = tuple(
     for depth, registers in ((16, 96), (10, 80), (8, 64))
 )
 
-JOINED_START = AttendTile(5, 64, 8)
-"""Of attention whose splits are joined by the output projection, where that is measured first and attention
-has no tile that can be joined."""
-
-MOST_ITERATIONS = 4
-"""Of a split that is joined by the output projection; tiles with more are not tried."""
-
 CUDA_ATTENDS = ((64, 4), (128, 8), (128, 4), (32, 2), (64, 2))
 """Tokens of an iteration, and warps."""
 
@@ -117,11 +105,6 @@ def starts(rows: int, cuda: LayerPlan | None = None) -> list[LayerPlan]:
     if rows == 1 and cuda is not None:
         # Together: one alone gains little, as the others leave it no room to start early.
         found.append(cuda)
-        if "output_residual" in cuda.tiles:
-            few = cuda.tiles.get("attend")
-            few = few if can_join(few) else JOINED_START
-            rows_of = CudaJoinRows(cuda.tiles["output_residual"].rows)
-            found.append(cuda.with_tile("attend", few).with_tile("output_residual", rows_of))
     if rows >= 2:
         found.append(LayerPlan("apart", block=16))
         found.append(LayerPlan("apart", blas=frozenset({"qkv", "output"}), block=16))
@@ -138,16 +121,11 @@ def knobs(
         if name not in in_cuda:
             return []
         most = in_cuda[name].rows
-        counts = [n for n in dict.fromkeys((most, *CUDA_ROWS)) if n <= MOST_ROWS]
-        changes = [_tile(name, CudaRows(n)) for n in counts]
-        if name == "output_residual" and few:
-            changes += [_joined(CudaJoinRows(n), few[0]) for n in counts]
-        return changes
+        return [
+            _tile(name, CudaRows(n)) for n in dict.fromkeys((most, *CUDA_ROWS)) if n <= MOST_ROWS
+        ]
 
     attends = cuda_attend_tiles(shape, context) if "attend" in in_cuda else []
-    few: list[AttendTile | CudaAttend] = []
-    if "output_residual" in in_cuda:
-        few = [*filter(can_join, attends), *joined_tiles(shape, context)]
     yield (
         "attend",
         [_tile("attend", tile) for tile in (*attends, *attend_tiles(shape, rows, context))],
@@ -184,9 +162,6 @@ def knobs(
             ("norm_router", routers),
         ):
             yield name, [*rows_in_cuda(name), *(_tile(name, tile) for tile in tiles)]
-            if name == "output_residual" and few:
-                rows_of = in_cuda[name].rows
-                yield "joined", [_attend_joined(tile, rows_of) for tile in few]
         chain = ["norm_qkv", "attend", "output_residual", "norm_router"]
     else:
         for name in ("qkv", "output"):
@@ -215,43 +190,6 @@ def attend_tiles(shape: ModelShape, rows: int, context: int) -> list[AttendTile]
             if 64 <= splits * pairs <= 600 or (splits == most and splits * pairs < 64):
                 found.append(AttendTile(splits, tokens, warps))
     return found
-
-
-def joined_tiles(shape: ModelShape, context: int) -> list[AttendTile]:
-    """Of attention whose splits the output projection joins: few, each of few iterations. Empty where the
-    sequences are too long for that, or its heads cannot be joined."""
-    if shape.head_dim % 8:
-        return []
-    longest = context + HEADROOM
-    return [
-        AttendTile(splits, tokens, warps)
-        for tokens, warps in ((64, 8), (64, 4), (128, 8), (128, 4), (32, 4))
-        for splits in (8, 6, 5, 4, 3, 2)
-        if splits < MOST_PARTS and splits <= -(-longest // tokens)
-        if -(-longest // (splits * tokens)) <= MOST_ITERATIONS
-    ]
-
-
-def _joined(tile: CudaJoinRows, few: AttendTile | CudaAttend) -> Change:
-    """With `few` where the plan's tile of attention has too many splits to be joined, or there is none."""
-
-    def change(plan: LayerPlan) -> LayerPlan:
-        if not can_join(plan.tiles.get("attend")):
-            plan = plan.with_tile("attend", few)
-        return plan.with_tile("output_residual", tile)
-
-    return change
-
-
-def _attend_joined(tile: AttendTile | CudaAttend, rows: int) -> Change:
-    """The projection keeps its rows if it is in CUDA C++, and has `rows` otherwise."""
-
-    def change(plan: LayerPlan) -> LayerPlan:
-        own = plan.tiles.get("output_residual")
-        joined = CudaJoinRows(own.rows if isinstance(own, (CudaRows, CudaJoinRows)) else rows)
-        return plan.with_tile("attend", tile).with_tile("output_residual", joined)
-
-    return change
 
 
 def cuda_attend_tiles(shape: ModelShape, context: int) -> list[CudaAttend]:

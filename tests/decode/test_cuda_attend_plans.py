@@ -16,20 +16,18 @@ pytest.importorskip("triton", minversion="3.0")
 
 from graphcap.cuda import source
 from graphcap.decode.cuda_kernels import cuda_obstacles, cuda_plan
-from graphcap.decode.kernels import cuda_attend, decode_kernels
+from graphcap.decode.kernels import cuda_attend, decode_kernels, triton_fused_attention
 from graphcap.decode.kernels.cuda_attend import (
     HEAD_DIMS,
     MOST_SPLITS,
     CudaAttend,
-    attend_parts,
     cache_obstacle,
     cuda_attend_tile,
     tile_obstacle,
     why_not,
 )
-from graphcap.decode.kernels.cuda_linear import CudaJoinRows
 from graphcap.decode.kernels.triton_fused_attention import MAX_SPLITS, AttendTile, scratch_of
-from graphcap.decode.layer_plan import LayerPlan, can_join, planned
+from graphcap.decode.layer_plan import LayerPlan, planned
 from graphcap.decode.plan_json import plan_from_json, plan_to_json
 from graphcap.errors import BackendError, InputError
 from graphcap.moe.kernels import Backend
@@ -126,6 +124,7 @@ class Launched:
         self.arguments: tuple[object, ...] = ()
         monkeypatch.setattr(cuda_attend, "function", self._function)
         monkeypatch.setattr(cuda_attend, "CudaKernel", self._kernel)
+        monkeypatch.setattr(triton_fused_attention, "join", lambda *given: None)
         cuda_attend._kernel.cache_clear()
 
     def _function(self, source, name, constants, device, shared) -> str:
@@ -149,7 +148,8 @@ def call(keys: torch.Tensor, values: torch.Tensor, heads: int, tile: CudaAttend)
     scratch = [torch.zeros(shape, dtype=dtype) for shape, dtype in plan.values()]
     tables = torch.zeros(1, 7, dtype=torch.int32)
     given = (qkv, norm, norm, angles, long, long, tables, short, keys, values)
-    attend_parts(*given, *scratch, 1e-6, 0.5, tile, False)
+    out = torch.empty(1, heads, d, dtype=BF16)
+    cuda_attend.attend.function(*given, out, 1e-6, 0.5, *scratch, tile, False)
 
 
 def test_a_cluster_writes_the_result_needs_no_scratch_and_leaves_nothing_to_join(
@@ -169,14 +169,6 @@ def test_a_cluster_writes_the_result_needs_no_scratch_and_leaves_nothing_to_join
     assert launched.constants["CLUSTER"] == "1"
     assert launched.grid == 2 * 6
     assert launched.arguments[-5:-2] == (None, None, out)
-    with pytest.raises(AssertionError, match="leaves no parts"):
-        call(*caches, 8, tile)
-    assert not can_join(tile)
-    assert can_join(tile._replace(cluster=0))
-    joined = alone.with_tile("attend", tile._replace(cluster=0))
-    joined = joined.with_tile("output_residual", CudaJoinRows(16))
-    assert joined.joins
-    assert not joined.with_tile("attend", tile).joins
 
 
 def test_strides_go_into_the_kernel_and_what_it_cannot_read_is_refused(

@@ -241,45 +241,6 @@ def _launch(
     )
 
 
-@operation("attend", "cuda: attend")
-def attend_parts(
-    qkv: torch.Tensor,
-    q_norm: torch.Tensor,
-    k_norm: torch.Tensor,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    partial: torch.Tensor,
-    lse: torch.Tensor,
-    eps: float,
-    scale: float,
-    tile: CudaAttend,
-    pdl: bool = True,
-) -> None:
-    """The new token's part and that of every split, not joined, for one token and where `why_not` is empty.
-
-    Args:
-        partial: (1, Hq, 1 + splits, D) float32, contiguous: of query head h what the new token gives alone,
-            its value, and what each split with cached tokens gives; the others stay as they are, and of
-            padding all.
-        lse: (1, Hq, 1 + splits) float32, contiguous: the base-2 logarithm of the sum of the exponentials.
-        tile: without a cluster.
-        The others: as of `triton_fused_attention.attend`; `cos_sin` of the dtype of `qkv`.
-
-    Raises:
-        InputError: the cache cannot be read 16 bytes at a time (see `cache_obstacle`).
-    """
-    assert not tile.cluster, "a cluster leaves no parts; see can_join"
-    assert partial.shape[2] == 1 + tile.splits, "scratch of another tile"
-    given = (qkv, q_norm, k_norm, cos_sin, positions, slots, block_tables, seq_lens)
-    caches = (key_cache, value_cache)
-    _launch(*given, *caches, partial, lse, None, partial.shape[1], eps, scale, tile, pdl)
-
-
 def _own_tile(block_tables: torch.Tensor, key_cache: torch.Tensor) -> CudaAttend:
     page, kv_heads = key_cache.shape[1:3]
     return cuda_attend_tile(block_tables.shape[1] * page, kv_heads)
@@ -318,7 +279,8 @@ def attend(
     tile: CudaAttend | None = None,
     pdl: bool = True,
 ) -> None:
-    """As `triton_fused_attention.attend`, for one token and where `why_not` is empty.
+    """As `triton_fused_attention.attend`, for one token and where `why_not` is empty; `cos_sin` is of the
+    dtype of `qkv`.
 
     Args:
         partial, lse: None where the tile has a cluster.
@@ -330,13 +292,14 @@ def attend(
     tile = _own_tile(block_tables, key_cache) if tile is None else tile
     given = (qkv, q_norm, k_norm, cos_sin, positions, slots, block_tables, seq_lens)
     caches = (key_cache, value_cache)
+    heads = out.shape[1]
     if tile.cluster:
-        assert out.is_contiguous()
-        _launch(*given, *caches, None, None, out, out.shape[1], eps, scale, tile, pdl)
+        _launch(*given, *caches, None, None, out, heads, eps, scale, tile, pdl)
         return
     from graphcap.decode.kernels.triton_fused_attention import join
 
     assert partial is not None and lse is not None, "see scratch_of"  # noqa: PT018
-    attend_parts.function(*given, *caches, partial, lse, eps, scale, tile, pdl)
+    assert partial.shape[2] == 1 + tile.splits, "scratch of another tile"
+    _launch(*given, *caches, partial, lse, None, heads, eps, scale, tile, pdl)
     capacity = block_tables.shape[1] * key_cache.shape[1]
     join(partial, lse, out, slots, seq_lens, tile.splits, tile.tokens, capacity, pdl)

@@ -1,8 +1,7 @@
 """Projections of one token in CUDA C++ (``cuda/linear.cu``); signatures as in `triton_fused_linear`.
 
 What they do besides: all weights of a projection are in registers before the kernel before has ended,
-without a second wave of programs; and the output projection can join the splits of attention itself, in place
-of attention's second kernel. What a plan with them gains stands in the packaged table of plans.
+without a second wave of programs. What a plan with them gains stands in the packaged table of plans.
 """
 
 from __future__ import annotations
@@ -22,20 +21,8 @@ MOST_ROWS = 20
 """Weight rows of a block, at four registers each."""
 
 
-MOST_PARTS = 9
-"""Of a head's attention that a block joins: the new token and eight splits. Every block reads all parts, of
-2,048 columns 8 KiB each."""
-
-
 class CudaRows(NamedTuple):
     """Weight rows of one block; for one token."""
-
-    rows: int
-
-
-class CudaJoinRows(NamedTuple):
-    """Weight rows of one block, which joins the parts of attention itself (`output_residual_joined`); for one
-    token."""
 
     rows: int
 
@@ -46,10 +33,7 @@ def rows_tile(outputs: int, multiprocessors: int = 132) -> CudaRows:
 
 
 def why_not(
-    columns: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    tile: CudaRows | CudaJoinRows | None = None,
+    columns: int, dtype: torch.dtype, device: torch.device, tile: CudaRows | None = None
 ) -> str:
     """Why one token cannot be projected from `columns` by these kernels; empty where it can."""
     if dtype not in (torch.bfloat16, torch.float16):
@@ -59,23 +43,6 @@ def why_not(
     if tile is not None and not 1 <= tile.rows <= MOST_ROWS:
         return f"they take 1 to {MOST_ROWS} rows a block, found {tile.rows}"
     return obstacle(device)
-
-
-def why_not_joined(
-    heads: int,
-    head_dim: int,
-    splits: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    tile: CudaJoinRows | None = None,
-) -> str:
-    """Why one token's attention over `splits` splits cannot be joined and projected by
-    `output_residual_joined`; empty where it can."""
-    if head_dim % 8:
-        return f"they join heads of a multiple of 8 values, found {head_dim}"
-    if not 1 <= splits < MOST_PARTS:
-        return f"they join 1 to {MOST_PARTS - 1} splits, found {splits}"
-    return why_not(heads * head_dim, dtype, device, tile)
 
 
 @cache
@@ -92,12 +59,7 @@ def _kernel(
     residual: bool,
     float_out: bool,
     pdl: bool,
-    joined: tuple[int, int, int, bool] | None,
 ) -> CudaKernel:
-    """Args:
-    joined: parts, values of a head, tokens of the attend tile, slots of 64 bits; None: x is given.
-    """
-    parts = dict(zip(("PARTS", "HEAD", "TOKENS", "SLOT64"), joined or (0, 0, 0, 0), strict=True))
     constants = as_constants(
         {
             "HALF": half,
@@ -111,7 +73,6 @@ def _kernel(
             "RESIDUAL": residual,
             "FLOAT_OUT": float_out,
             "PDL": pdl,
-            **parts,
         }
     )
     found = function("linear.cu", "project", constants, device, 0)
@@ -119,10 +80,10 @@ def _kernel(
 
 
 def _project(
-    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int],
+    x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
-    tile: CudaRows | CudaJoinRows | None,
+    tile: CudaRows | None,
     pdl: bool,
     *,
     delta: torch.Tensor | None = None,
@@ -132,17 +93,12 @@ def _project(
     total: torch.Tensor | None = None,
     normed: torch.Tensor | None = None,
     residual: bool = False,
-    joined: tuple[int, int, int, bool] | None = None,
 ) -> None:
-    """Args:
-    x: the row; or, with `joined` (see `_kernel`), what `project` of linear.cu reads in its place.
-    """
     outputs, columns = weight.shape
-    given = x if isinstance(x, tuple) else (x,)
-    assert given[0].shape[0] == 1, "for one token; see LayerPlan"
+    assert x.shape[0] == 1, "for one token; see LayerPlan"
     kernel = _kernel(
-        weight.device,
-        weight.dtype == torch.float16,
+        x.device,
+        x.dtype == torch.float16,
         outputs,
         columns,
         (rows_tile(outputs) if tile is None else tile).rows,
@@ -153,9 +109,8 @@ def _project(
         residual,
         out.dtype == torch.float32,
         pdl,
-        joined,
     )
-    kernel.launch(weight.device, *given, delta, norm, weight, bias, out, total, normed, float(eps))
+    kernel.launch(x.device, x, delta, norm, weight, bias, out, total, normed, float(eps))
 
 
 @operation("norm_qkv", "cuda: linear")
@@ -201,49 +156,3 @@ def output_residual(
 ) -> None:
     """As `triton_fused_linear.output_residual`, for one token and where `why_not` is empty."""
     _project(x, weight, residual, tile, pdl, bias=bias, residual=True)
-
-
-@operation("output_residual", "cuda: joined linear")
-def output_residual_joined(
-    partial: torch.Tensor,
-    lse: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    capacity: int,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    tokens: int,
-    tile: CudaJoinRows | None = None,
-    pdl: bool = True,
-) -> None:
-    """residual (1, H) += joined @ weight.T + bias, of one token's attention as `attend_parts` leaves it.
-    Every value is rounded where `attend` and `output_residual` round it; parts are joined in order.
-
-    Everything but `partial` and `lse` is read while the kernel before may still be running: that kernel may
-    write these alone. Parts that the token's length does not fill are not read, and padding (a negative slot)
-    has none: what is joined is zero.
-
-    Args:
-        partial: (1, Hq, 1 + splits, D) float32; lse: (1, Hq, 1 + splits) float32; contiguous. See
-            `why_not_joined` for what they may be.
-        slots: (1,) int64 or int32; seq_lens: (1,) int32; capacity: tokens of a block table: as `attend_parts`
-            was given them.
-        weight: (H, Hq * D), contiguous; bias: (H,).
-        tokens: of the tile that `attend_parts` ran by.
-        tile: None: `rows_tile`.
-        pdl: use programmatic dependent launch.
-    """
-    parts, dim = partial.shape[2:]
-    assert 1 < parts <= MOST_PARTS, "see LayerPlan"
-    assert partial.shape[1] * dim == weight.shape[1], "of other heads"
-    _project(
-        (partial, lse, slots, seq_lens, capacity),
-        weight,
-        residual,
-        tile,
-        pdl,
-        bias=bias,
-        residual=True,
-        joined=(parts, dim, tokens, slots.dtype == torch.int64),
-    )

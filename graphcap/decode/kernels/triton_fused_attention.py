@@ -10,8 +10,7 @@ kernel at small batches, where it has next to nothing to read.
 
 The second kernel joins the splits in their order, whichever ended first. Joining by the program that
 arrives last was measured (H200): counter, fence and the reading of other programs' results cost 5 µs
-more than the launch. Where an output projection joins them itself (``cuda_linear.output_residual_joined``),
-`attend_parts` is the first kernel alone.
+more than the launch.
 
 Annotations are not postponed in this module: Triton reads ``tl.constexpr`` from them.
 """
@@ -404,78 +403,6 @@ def _attend_join_kernel(
     tl.store(out_ptr + head * D + d, result.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-@operation("attend", "triton: fused_attention, not joined")
-def attend_parts(
-    qkv: torch.Tensor,
-    q_norm: torch.Tensor,
-    k_norm: torch.Tensor,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    partial: torch.Tensor,
-    lse: torch.Tensor,
-    eps: float,
-    scale: float,
-    tile: AttendTile,
-    pdl: bool = True,
-) -> None:
-    """`attend` without its second kernel: what the new token and every split with tokens come to, for whoever
-    joins them (see `_attend_join_kernel`). Of a padding row nothing is written.
-
-    Args:
-        partial, lse: see `scratch_of`, whose sizes they have; the caller's.
-        the others: see `attend`.
-    """
-    rows, heads, _parts, d = partial.shape
-    page, kv_heads = key_cache.shape[1:3]
-    assert partial.shape[2] == 1 + tile.splits, "scratch of another tile"
-    capacity = block_tables.shape[1] * page
-    group = heads // kv_heads
-    block_d = max(16, triton.next_power_of_2(d))
-    options = pdl_options(qkv) if pdl else {"PDL": False}
-    _attend_kernel[(kv_heads, 1 + tile.splits, rows)](
-        qkv,
-        q_norm,
-        k_norm,
-        cos_sin,
-        positions,
-        slots,
-        block_tables,
-        seq_lens,
-        key_cache,
-        value_cache,
-        partial,
-        lse,
-        eps,
-        scale * LOG2_E,
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        value_cache.stride(0),
-        value_cache.stride(1),
-        value_cache.stride(2),
-        block_tables.stride(0),
-        tile.splits,
-        capacity,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        D=d,
-        ROTARY=cos_sin.shape[1],
-        PAGE=page,
-        BLOCK_G=max(16, triton.next_power_of_2(group)),
-        BLOCK_D=block_d,
-        BLOCK_T=tile.tokens,
-        WIDEN=interpreted(qkv),
-        num_warps=tile.warps,
-        num_stages=2,
-        **options,
-    )
-
-
 @operation("attend", "triton: fused_attention", scratch=attend_scratch)
 def attend(
     qkv: torch.Tensor,
@@ -519,11 +446,51 @@ def attend(
         tile: None: `attend_tile`.
         pdl: use programmatic dependent launch where the device has it.
     """
+    rows, heads, d = out.shape
+    page, kv_heads = key_cache.shape[1:3]
     tile = _tile(qkv, key_cache, block_tables) if tile is None else tile
-    given = (qkv, q_norm, k_norm, cos_sin, positions, slots, block_tables, seq_lens)
-    caches = (key_cache, value_cache)
-    attend_parts.function(*given, *caches, partial, lse, eps, scale, tile, pdl)
-    capacity = block_tables.shape[1] * key_cache.shape[1]
+    assert partial.shape[2] == 1 + tile.splits, "scratch of another tile"
+    capacity = block_tables.shape[1] * page
+    group = heads // kv_heads
+    block_d = max(16, triton.next_power_of_2(d))
+    options = pdl_options(qkv) if pdl else {"PDL": False}
+    _attend_kernel[(kv_heads, 1 + tile.splits, rows)](
+        qkv,
+        q_norm,
+        k_norm,
+        cos_sin,
+        positions,
+        slots,
+        block_tables,
+        seq_lens,
+        key_cache,
+        value_cache,
+        partial,
+        lse,
+        eps,
+        scale * LOG2_E,
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        value_cache.stride(2),
+        block_tables.stride(0),
+        tile.splits,
+        capacity,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        D=d,
+        ROTARY=cos_sin.shape[1],
+        PAGE=page,
+        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_D=block_d,
+        BLOCK_T=tile.tokens,
+        WIDEN=interpreted(qkv),
+        num_warps=tile.warps,
+        num_stages=2,
+        **options,
+    )
     join(partial, lse, out, slots, seq_lens, tile.splits, tile.tokens, capacity, pdl)
 
 
