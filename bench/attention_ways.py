@@ -220,13 +220,17 @@ def graphcap_way(
         name: torch.empty(size, device=load.device, dtype=dtype)
         for name, (size, dtype) in attend.scratch(*arguments(0)).items()
     }
+    if "partial" in scratch:
+        splits = scratch["partial"].shape[2] - 1
+    else:  # joined where they are made
+        splits = choice.plan.tiles["attend"].splits
     return AttentionWay(
         "graphcap",
         True,
         lambda layer: attend(*arguments(layer), **scratch),
         outs,
         PagedStore(load, load.cache.keys, load.cache.values),
-        {"plan": str(choice), "splits": scratch["partial"].shape[2] - 1},
+        {"plan": str(choice), "splits": splits},
         None if projections is None else projections.planned(own, choice.plan.layers),
     )
 
