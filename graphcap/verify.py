@@ -218,18 +218,17 @@ class Verifier:
         """Refuse a step whose real rows feel padding.
 
         Two signs must agree on a row. Its outputs change with what padding holds: that alone may be a
-        step that knows its padding by a value and leaves it out, or a state of row 0 that padding like
-        it advances as well. And they differ from those of the unpadded step: that alone may be rounding,
-        which depends on shapes, or random numbers.
+        step that knows its padding by a value and leaves it out. And they differ from those of the
+        unpadded step: that alone may be rounding, which depends on shapes, or random numbers.
+
+        Padding is made like row 0, then like row 1: a row whose state padding like it advances as well
+        feels that one only.
         """
         rows = self._inputs.rows
         before = self._state.save()
         felt: dict[int, Difference] = {}
         try:
-            with self._inputs.pads_like_row(0):
-                recording.replay()
-            other = {name: tensor[:rows] for name, tensor in recording.outputs.items()}
-            felt = differing_rows(other, declared, choices=True)
+            felt = self._felt(recording, 0, declared)
         except BaseException:
             if self.agree is not None:
                 self.agree(False)
@@ -238,8 +237,12 @@ class Verifier:
         nowhere = not felt if self.agree is None else self.agree(not felt)
         if nowhere and (unpadded is None or rows == 1 or (self.agree is None and drew)):
             return
+        if not nowhere and rows > 1:  # on all ranks or on none, as what follows
+            self._state.restore(before)
+            others = self._felt(recording, 1, declared)
+            felt = {row: what for row, what in felt.items() if row != 0 or row in others}
         both = felt
-        if unpadded is not None:  # on all ranks or on none
+        if unpadded is not None:
             self._state.restore(before)
             exact = self._both.eagerly(unpadded)
             other_rows = differing_rows(declared, exact, choices=False)
@@ -257,6 +260,16 @@ class Verifier:
                 f"rows_mix=True that this is meant. Or padding writes where a real row does, such as "
                 f"into its cache slot: give that slot a pad value that no real row has"
             )
+
+    def _felt(
+        self, recording: Recording, like: int, declared: Mapping[str, torch.Tensor]
+    ) -> dict[int, Difference]:
+        """The real rows whose outputs are others than the `declared` ones once padding is like row `like`."""
+        with self._inputs.pads_like_row(like):
+            recording.replay()
+        rows = self._inputs.rows
+        other = {name: tensor[:rows] for name, tensor in recording.outputs.items()}
+        return differing_rows(other, declared, choices=True)
 
     def _note(self, texts: Iterable[str]) -> None:
         """Each once."""

@@ -24,15 +24,16 @@ class Recurrent:
 
     Args:
         leak: what a row gets of those after it, padding too.
+        rounding: by how much another shape is rounded otherwise, after layers that amplify it.
     """
 
-    def __init__(self, leak: float = 0.0) -> None:
+    def __init__(self, leak: float = 0.0, rounding: float = 1e-7) -> None:
         self.state = torch.zeros(SEQUENCES + 1, WIDTH)
-        self.leak = leak
+        self.leak, self.rounding = leak, rounding
 
     def __call__(self, inputs: Any) -> Any:
         x, sequence = inputs["x"], inputs["sequence"]
-        rounding = 1 + 1e-7 * x.shape[0]
+        rounding = 1 + self.rounding * x.shape[0]
         self.state.index_add_(0, sequence, x)
         y = self.state[sequence] * rounding + self.leak * x.flip(0).abs().cummax(0)[0]
         token = torch.full((x.shape[0],), x.shape[0])  # as near to a tie as can be
@@ -59,6 +60,34 @@ def failures(step: Recurrent) -> dict[int, str]:
 
 def test_a_recurrent_state_and_a_near_tie_are_no_fault() -> None:
     assert not failures(Recurrent())
+
+
+def test_nor_is_rounding_that_layers_have_amplified() -> None:
+    """Row 0 then differs from the unpadded step, and it feels padding that is like it: the padding that is
+    like row 1 tells that this is its own state."""
+    step = Recurrent(rounding=0.05)
+    manager = manager_of(
+        step, max_batch=8, buckets=(1, 4), slots=SLOTS, example=step.example, state=[step.state]
+    )
+    assert not manager.capture().failures
+
+
+@pytest.mark.parametrize("like", [0, 1])
+def test_padding_that_writes_where_one_real_row_does_is_found(like: int) -> None:
+    """Whichever row that is: here the last that comes wins."""
+
+    class Overwriting(Recurrent):
+        def __call__(self, inputs: Any) -> Any:
+            x, sequence = inputs["x"], inputs["sequence"]
+            rows = torch.arange(x.shape[0])
+            padding = rows >= inputs["num_rows"].long()
+            at = torch.where(padding, sequence[min(like, x.shape[0] - 1)], sequence)
+            self.state.index_copy_(0, at, torch.where(padding[:, None], x + 1, x))
+            return {"y": self.state[sequence] + 0.0}
+
+    found = failures(Overwriting())
+    assert set(found) == {4, 8}
+    assert f"in real row {like}" in found[4]
 
 
 @pytest.mark.parametrize("leak", [1e-3, 1.0])
