@@ -27,7 +27,6 @@ from graphcap.decode.shapes import preset
 from graphcap.decode.step import DecodeStep
 from graphcap.moe.experts import RoutedExperts
 from graphcap.moe.kernels import Backend, cuda_down
-from graphcap.moe.kernels.cuda_down import CudaDown
 from graphcap.moe.kernels.triton_gemm import Tile
 from graphcap.moe.kernels.triton_pairs import PairTile
 from graphcap.pool import BufferPool
@@ -76,7 +75,8 @@ def test_the_table_of_one_model_serves_the_experts_of_another() -> None:
         assert choice.file.startswith("h200_seed-64.json")
         assert choice.lacks == ""
         assert f"tuned for {min(s for s in measured if s >= rows)} rows" in choice.why
-    assert found.choice(1).plan.tiles["pair_down"] == CudaDown(8)
+    assert found.choice(1).plan.in_cuda == ("pair_down", "pair_gate_up")
+    assert found.kernels(1).pairs.gate_up.implementation == "cuda: pair_gate_up"
     assert found.kernels(1).pairs.down.implementation == "cuda: pair_down"
     assert found.kernels(2).pairs.down.implementation == "triton: pair_down"
 

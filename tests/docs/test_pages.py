@@ -157,7 +157,7 @@ def test_figures_of_tuned_plans():
         times = (f"{bucket[name]:.3f}" for name in ("plain_ms", "default_ms", "ms"))
         assert bucket["layers"] == 12
         said(f"| {bucket['rows']} | {' | '.join(times)} |")
-    assert {"CudaRows", "CudaDown"} == {
+    assert {"CudaRows", "CudaAttend", "CudaGateUp", "CudaDown"} == {
         tile["tile"] for tile in rows[1]["plan"]["tiles"].values() if "Cuda" in tile["tile"]
     }
     said(
@@ -191,6 +191,11 @@ def test_figures_under_vllm():
     said(f"and after {default['mixed']['ttft_p99_ms']:,.0f} ms with vLLM's default")
     start = {m["mode"]: m["ready_s"] for m in result("vllm_start_seed-64_h200.json")["modes"]}
     said(f"{start['graphcap']:.1f} s, and {start['default']:.1f} s with vLLM's default")
+    (flash,) = result("vllm_seed-64_flash_h200.json")["modes"]
+    said(f"with FlashAttention 3 they took {flash['graph_gib']} GiB")
+    one, eight, most = (f"{flash['batches'][n]['ms']:.2f}" for n in ("1", "8", "32"))
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{one}, {eight} and {most} ms at batch 1, 8 and 32, its graphs 2.32 GiB" in readme
     equal = {m["mode"]: m for m in result("parity_qwen3-moe_h200.json")["modes"]}
     count = {name: mode["requests_equal"] for name, mode in equal.items()}
     said(f"Of {equal['default']['requests']} requests beside eager vLLM")
