@@ -220,10 +220,8 @@ def graphcap_way(
         name: torch.empty(size, device=load.device, dtype=dtype)
         for name, (size, dtype) in attend.scratch(*arguments(0)).items()
     }
-    if "partial" in scratch:
-        splits = scratch["partial"].shape[2] - 1
-    else:  # joined where they are made
-        splits = choice.plan.tiles["attend"].splits
+    partial = scratch.get("partial")  # none where they are joined by who makes them
+    splits = choice.plan.tiles["attend"].splits if partial is None else partial.shape[2] - 1
     return AttentionWay(
         "graphcap",
         True,

@@ -1,8 +1,8 @@
 """The layers of a decode step in few kernels, for few rows, each bucket by its `LayerPlan`.
 
 - "fused": norm_qkv → attend (two launches, or one, see `CudaAttend`) → output_residual → norm_router →
-  gate_up → down: seven kernels a layer at batch 1, or six. The MLP's result stays apart from the residual stream until the next layer's
-  norm_qkv adds it.
+  gate_up → down: seven kernels a layer at batch 1, or six. The MLP's result stays apart from the residual
+  stream until the next layer's norm_qkv adds it.
 - "apart", for more rows: add_norm → qkv → attend → output → add_norm → router → experts. Norms are
   made once, not by every program of a projection; attention is the same.
 
