@@ -105,6 +105,7 @@ def graphcap_way(name: str, decoder: Decoder, load: Load, schedule: str) -> Way:
     (bucket,) = (b for b in decoder.manager.report.buckets if b.size == load.rows)
     facts = {
         "schedule": schedule,
+        "choice": bucket.choice,
         "nodes": bucket.nodes,
         "graph_mib": bucket.nbytes / 2**20,
         "capture_ms": bucket.capture_ms,

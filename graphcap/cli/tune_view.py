@@ -72,7 +72,7 @@ def _table_of(load: Mapping[str, Any]) -> Table:
 def print_forecast(result: Mapping[str, Any]) -> None:
     console = console_of_terminal()
     table = Table(
-        title=f"{result['shape']}, {result['layers']} layers: what would be tried at the most",
+        title=f"{result['shape']}, {result['layers']} layers: what would be tried of Triton's kernels",
         title_justify="left",
     )
     for label in ("rows", "context", "plans"):
@@ -94,6 +94,7 @@ def print_forecast(result: Mapping[str, Any]) -> None:
     console.print(table)
     console.print(
         f"together about {sum(load['seconds'] for load in result['loads']):,.0f} s, an estimate "
-        f"without compiling; --seconds {result['seconds_at_most']} starts no new plan after that"
+        f"without compiling; a GPU adds kernels in CUDA C++, plans it has had before and a second round; "
+        f"--seconds {result['seconds_at_most']} starts no new plan after that"
     )
     console.print(f"plans would go to {result['cache']}", soft_wrap=True, highlight=False)

@@ -161,9 +161,11 @@ READ_BYTES_A_SECOND = 2e12
 
 @dataclass(frozen=True)
 class Forecast:
-    """Attributes:
+    """Without a device: no kernels in CUDA C++, which depend on it, no plans known from before, one round.
+
+    Attributes:
     knobs: (schedule, name of the knob, changes that would be tried).
-    plans: that would be measured at the most.
+    plans: that would be measured.
     seconds: an estimate, compiling left out.
     """
 
