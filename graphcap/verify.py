@@ -226,20 +226,16 @@ class Verifier:
         """
         rows = self._inputs.rows
         before = self._state.save()
-        felt: dict[int, Difference] = {}
-        try:
+        with self._together():  # ranks that ran through must not go on to replays that all have to join
             felt = self._felt(recording, 0, declared)
-        except BaseException:
-            if self.agree is not None:
-                self.agree(False)
-            raise
         drew = self._state.drew_since(before)
         nowhere = not felt if self.agree is None else self.agree(not felt)
         if nowhere and (unpadded is None or rows == 1 or (self.agree is None and drew)):
             return
         if not nowhere and rows > 1:  # on all ranks or on none, as what follows
             self._state.restore(before)
-            others = self._felt(recording, 1, declared)
+            with self._together():
+                others = self._felt(recording, 1, declared)
             felt = {row: what for row, what in felt.items() if row != 0 or row in others}
         both = felt
         if unpadded is not None:
