@@ -226,7 +226,9 @@ class Verifier:
         """
         rows = self._inputs.rows
         before = self._state.save()
-        with self._together():  # ranks that ran through must not go on to replays that all have to join
+        with (
+            self._together()
+        ):  # ranks that ran through must not go on to replays that all have to join
             felt = self._felt(recording, 0, declared)
         drew = self._state.drew_since(before)
         nowhere = not felt if self.agree is None else self.agree(not felt)
