@@ -14,6 +14,7 @@ __all__ = [
     "TOLERANCE",
     "Difference",
     "Fingerprint",
+    "brought_back",
     "compare",
     "differing_rows",
     "first_difference",
@@ -95,6 +96,14 @@ def differing_rows(
         for row in () if rows is None else rows.nonzero().flatten().tolist():
             found.setdefault(row, Difference(name, row, size, TOLERANCE.get(a.dtype, 0.0)))
     return found
+
+
+def brought_back(row: torch.Tensor, start: torch.Tensor, to: torch.Tensor) -> bool:
+    """Whether next to nothing is left in `row` of what is between `start` and `to`: rounding leaves more."""
+    if not row.is_floating_point():
+        return torch.equal(row, to)
+    left, gap = ((each.double() - to.double()).abs().max() for each in (row, start))
+    return bool(left <= 0.1 * gap)
 
 
 def _rows_beyond(a: torch.Tensor, b: torch.Tensor) -> tuple[float, torch.Tensor | None]:

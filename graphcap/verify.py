@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from graphcap.checks import Difference, compare, differing_rows
+from graphcap.checks import Difference, brought_back, compare, differing_rows
 from graphcap.comparing import Agree, AnotherRankFailed, BothRuns, Mismatch
 from graphcap.drawing import Drawing, distinct, memory, poison
 from graphcap.errors import VerificationError
@@ -222,30 +222,35 @@ class Verifier:
         unpadded step: that alone may be rounding, which depends on shapes, or random numbers.
 
         Padding is made like row 0, then like row 1: a row whose state padding like it advances as well
-        feels that one only.
+        feels that one only. So does one that counts the rows unlike it, but padding like it brings that
+        back to the unpadded step.
         """
         rows = self._inputs.rows
         before = self._state.save()
-        felt: dict[int, Difference] = {}
-        try:
-            felt = self._felt(recording, 0, declared)
-        except BaseException:
-            if self.agree is not None:
-                self.agree(False)
-            raise
+        # Ranks that ran through must not go on to replays that all have to join.
+        with self._together():
+            alike = self._padded_like(0, recording)
+            felt = differing_rows(alike, declared, choices=True)
         drew = self._state.drew_since(before)
         nowhere = not felt if self.agree is None else self.agree(not felt)
         if nowhere and (unpadded is None or rows == 1 or (self.agree is None and drew)):
             return
+        own: dict[int, Difference] = {}
         if not nowhere and rows > 1:  # on all ranks or on none, as what follows
             self._state.restore(before)
-            others = self._felt(recording, 1, declared)
-            felt = {row: what for row, what in felt.items() if row != 0 or row in others}
+            with self._together():
+                others = differing_rows(self._padded_like(1, recording), declared, choices=True)
+            if 0 in felt and 0 not in others:
+                own[0] = felt.pop(0)
         both = felt
         if unpadded is not None:
             self._state.restore(before)
             exact = self._both.eagerly(unpadded)
             other_rows = differing_rows(declared, exact, choices=False)
+            if own and 0 in other_rows:
+                name = other_rows[0].output
+                if brought_back(alike[name][0], declared[name][0], exact[name][0]):
+                    felt |= own
             both = {row: what for row, what in other_rows.items() if row in felt}
             if nowhere and not drew:
                 self._note(row_count_notes(declared, exact))
@@ -261,15 +266,12 @@ class Verifier:
                 f"into its cache slot: give that slot a pad value that no real row has"
             )
 
-    def _felt(
-        self, recording: Recording, like: int, declared: Mapping[str, torch.Tensor]
-    ) -> dict[int, Difference]:
-        """The real rows whose outputs are others than the `declared` ones once padding is like row `like`."""
-        with self._inputs.pads_like_row(like):
+    def _padded_like(self, row: int, recording: Recording) -> dict[str, torch.Tensor]:
+        """Copies of what real rows are once padding is like `row`."""
+        with self._inputs.pads_like_row(row):
             recording.replay()
         rows = self._inputs.rows
-        other = {name: tensor[:rows] for name, tensor in recording.outputs.items()}
-        return differing_rows(other, declared, choices=True)
+        return {name: tensor[:rows].clone() for name, tensor in recording.outputs.items()}
 
     def _note(self, texts: Iterable[str]) -> None:
         """Each once."""

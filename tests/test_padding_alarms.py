@@ -90,6 +90,20 @@ def test_padding_that_writes_where_one_real_row_does_is_found(like: int) -> None
     assert f"in real row {like}" in found[4]
 
 
+def test_a_row_that_feels_all_padding_but_that_like_it_is_found() -> None:
+    """Rows count those of other sequences: padding like row 0 is what makes row 0 right, and only that."""
+
+    class Counting(Recurrent):
+        def __call__(self, inputs: Any) -> Any:
+            sequence = inputs["sequence"]
+            others = (sequence[:, None] != sequence).sum(1, keepdim=True)
+            return {"y": inputs["x"] + others}
+
+    found = failures(Counting())
+    assert set(found) == {4, 8}
+    assert "in real row 0" in found[4]
+
+
 @pytest.mark.parametrize("leak", [1e-3, 1.0])
 def test_what_reaches_real_rows_is_still_found_beside_them(leak: float) -> None:
     found = failures(Recurrent(leak))

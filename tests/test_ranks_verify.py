@@ -184,6 +184,36 @@ def test_a_rank_that_feels_padding_does_not_leave_the_other_waiting():
     assert [manager.stats().failures for manager in managers] == [{}, {}]
 
 
+@pytest.mark.parametrize("turn", [2, 3])
+def test_a_rank_that_fails_over_padding_does_not_leave_the_other_waiting(turn: int) -> None:
+    """After its replay with padding that is like row 0, or like row 1: the other one must not go on to the
+    next run, which needs both."""
+
+    class Fails(TapeRecorder):
+        def record(self, step: Any, bucket: int) -> Any:
+            recording = super().record(step, bucket)
+            right, replays = recording.replay, [0]
+
+            def replay() -> None:
+                right()
+                if bucket == 4 and managers[1].inputs.rows < bucket:
+                    replays[0] += 1
+                    if replays[0] == turn:
+                        raise RuntimeError("the device fell off")
+
+            recording.replay = replay  # type: ignore[method-assign]
+            return recording
+
+    managers: list[CaptureManager] = []
+    ranks, made, _ = two([ChangesPads(lambda: managers[0]), Fails(CPU)])
+    managers += made
+    ranks.run(lambda rank: managers[rank].capture())
+    other, mine = (manager.stats().failures for manager in managers)
+    assert set(mine) == set(other) == {4}
+    assert "the device fell off" in mine[4]
+    assert other[4].startswith("bucket 4: it differed on another rank")
+
+
 def test_a_rank_that_differs_while_serving_takes_the_other_along():
     faulty = Faulty(4)
     faulty.broken = False

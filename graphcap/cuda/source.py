@@ -38,6 +38,9 @@ _PROBE: dict[str, int | str] = {
 
 _CURE = "take a plan without kernels in CUDA C++, such as --schedule plain, and report this"
 
+_LEAST_NVRTC = {"gate_up.cu": (12, 4)}
+"""Source -> the NVRTC that it needs, of which `_PROBE` tells nothing: 12.4 brought ``__maxnreg__``."""
+
 CAPABILITY = (9, 0)
 """The least compute capability: of bulk copies, and of programmatic dependent launch."""
 
@@ -57,6 +60,19 @@ def obstacle(device: torch.device) -> str:
         return str(error.args[0])
     except Exception as error:  # bindings unlike those known: no reason to lose the step
         return f"NVRTC cannot be used through these cuda-bindings: {type(error).__name__}: {error}"
+    return ""
+
+
+def too_old_for(source: str) -> str:
+    """Why NVRTC compiles nothing of `source` though `obstacle` found none; empty where it can."""
+    needed = _LEAST_NVRTC.get(source, (0, 0))
+    try:
+        _, nvrtc = libraries()
+    except BackendError:  # `obstacle` tells of that
+        return ""
+    found = tuple(nvrtc.nvrtcVersion()[1:])
+    if found < needed:
+        return "it needs NVRTC {}.{}, found {}.{}".format(*needed, *found)
     return ""
 
 

@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 
+from graphcap.cuda.source import too_old_for
 from graphcap.decode.kernels import cuda_attend, cuda_linear
 from graphcap.decode.layer_plan import CUDA_TILES, LayerPlan
 from graphcap.decode.model_shape import ModelShape
 from graphcap.decode.plan_key import ExpertSizes
 from graphcap.moe.kernels import cuda_down, cuda_gate_up
 
-_OF_EXPERTS: Mapping[str, Callable[..., str]] = {
-    "pair_gate_up": cuda_gate_up.why_not,
-    "pair_down": cuda_down.why_not,
+_OF_EXPERTS: Mapping[str, tuple[Callable[..., str], str]] = {
+    "pair_gate_up": (cuda_gate_up.why_not, "gate_up.cu"),
+    "pair_down": (cuda_down.why_not, "down.cu"),
 }
+"""Why a kernel cannot serve, and its source."""
 
 
 def cuda_obstacles(
@@ -79,7 +81,8 @@ def _experts_obstacle(
     device: torch.device,
     tile: Any,
 ) -> str:
-    return _OF_EXPERTS[name](
+    why_not, source = _OF_EXPERTS[name]
+    why = why_not(
         sizes.num_experts,
         sizes.hidden_size,
         sizes.moe_intermediate_size,
@@ -88,6 +91,7 @@ def _experts_obstacle(
         device,
         tile,
     )
+    return why or too_old_for(source)
 
 
 def cuda_plan(

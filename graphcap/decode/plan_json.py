@@ -96,8 +96,10 @@ def _tile(kernel: str, found: Mapping[str, Any]) -> Any:
         raise TypeError(f"a tile of {kernel} is one of {', '.join(kinds)}, found {kind!r}")
     tile = kinds[kind](**fields)
     for name, value in tile._asdict().items():
-        least = 0 if name in tile._field_defaults else 1  # a switch is an int as well
-        if not isinstance(value, int) or not least <= value < _TOO_LARGE:
+        optional = name in tile._field_defaults  # or a switch, which is an int as well
+        least = 0 if optional else 1
+        counts = isinstance(value, int) and (optional or not isinstance(value, bool))
+        if not counts or not least <= value < _TOO_LARGE:
             raise TypeError(f"{name} of a tile is a count, found {repr(value)[:40]}")
     if isinstance(tile, CudaGateUp):
         why = no_tile(tile)
@@ -116,7 +118,7 @@ def _check_triton(kind: str, fields: Mapping[str, int]) -> None:
     sides = {name: value for name, value in fields.items() if name in _SIDES}
     for name, value in sides.items():
         least = 16 if _DEEP.get(kind) == name else 1
-        if isinstance(value, bool) or value < least or value & (value - 1):
+        if value < least or value & (value - 1):
             at_least = f" of at least {least}" if least > 1 else ""
             raise TypeError(f"{name} of {what}: expected a power of two{at_least}, found {value}")
     elements = math.prod(sides.values())

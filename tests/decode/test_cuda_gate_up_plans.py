@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from plan_samples import H200, SEED, bucket, file_of, pretend
 
 pytest.importorskip("triton", minversion="3.0")
 
+from graphcap.cuda import source
+from graphcap.decode.cuda_kernels import cuda_plan
 from graphcap.decode.expert_plans import ExpertPlans
 from graphcap.decode.kernels import decode_kernels
 from graphcap.decode.layer_plan import LayerPlan
@@ -129,3 +132,28 @@ def test_kernels_of_one_row_serve_no_plan_of_more(tmp_path: Path) -> None:
     choice = plans().choice(2)
     both = "pair_down, pair_gate_up by Triton, not CUDA C++: they take one row, found 2"
     assert (choice.plan.in_cuda, choice.lacks) == ((), both)
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
+    ("version", "lacking"), [((12, 3), True), ((12, 4), False), ((13, 0), False)]
+)
+def test_an_old_nvrtc_costs_this_kernel_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], lacking: bool
+) -> None:
+    """Before 12.4 there is no `__maxnreg__`, while all other sources compile: found by the first run, that
+    would cost the whole plan."""
+    ok = SimpleNamespace(value=0, name="NVRTC_SUCCESS")
+    nvrtc = SimpleNamespace(nvrtcVersion=lambda: (ok, *version))
+    monkeypatch.setattr(source, "libraries", lambda: (None, nvrtc))
+    tiles = {"pair_gate_up": CudaGateUp(32, 16, 96), "pair_down": CudaDown(8)}
+    file = file_of(bucket(1, plan=LayerPlan("fused", tiles=tiles)))
+    file.write(tmp_path / file.key.file_name)
+    choice = plans().choice(1)
+    assert choice.plan.in_cuda == (("pair_down",) if lacking else ("pair_down", "pair_gate_up"))
+    assert choice.lacks == (
+        "pair_gate_up by Triton, not CUDA C++: it needs NVRTC 12.4, found 12.3" if lacking else ""
+    )
+    tuned = cuda_plan(SEED, BF16, CPU)
+    assert tuned is not None
+    assert ("pair_gate_up" in tuned.tiles) is not lacking

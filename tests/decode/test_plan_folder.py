@@ -150,7 +150,6 @@ def test_the_largest_file_that_is_read(folder: Path, monkeypatch: pytest.MonkeyP
         ("gated_gemm", {"tile": "Tile", "n": 24, "k": 64, "warps": 4, "stages": 2}, "n"),
         ("down_gemm", {"tile": "Tile", "n": 32, "k": 48, "warps": 4, "stages": 2}, "k"),
         ("down_gemm", {"tile": "Tile", "n": 32, "k": 64, "warps": 3, "stages": 2}, "warps"),
-        ("gated_gemm", {"tile": "Tile", "n": True, "k": 64, "warps": 4, "stages": 2}, "n"),
         ("pair_down", {"tile": "PairTile", "rows": 3, "depth": 64}, "rows"),
         ("router", {"tile": "RowsTile", "rows": 6, "warps": 4, "lanes": 5}, "rows"),
         ("router", {"tile": "DotTile", "n": 16, "depth": 100, "warps": 4, "stages": 4}, "depth"),

@@ -40,6 +40,9 @@ def test_every_packaged_plan_is_taken() -> None:
         ("pair_down", {"tile": "Tile", "n": 16, "k": 16, "warps": 4, "stages": 2}, "found 'Tile'"),
         ("gated_gemm", {"tile": "PairTile", "rows": 1, "depth": 64}, "one of Tile, found"),
         ("attend", {**ATTEND, "splits": 0}, "splits of a tile is a count, found 0"),
+        ("attend", {**ATTEND, "splits": True}, "splits of a tile is a count, found True"),
+        ("pair_down", {"tile": "CudaDown", "rows": True}, "rows of a tile is a count, found True"),
+        ("gated_gemm", {**GEMM, "n": True}, "n of a tile is a count, found True"),
         ("norm_qkv", {**ROWS, "lanes": 10**400}, "lanes of a tile is a count, found 1000"),
         ("norm_qkv", {**ROWS, "registers": -1}, "registers of a tile is a count, found -1"),
         ("norm_qkv", {**ROWS, "rows": 3}, "rows of a RowsTile: expected a power of two, found 3"),
@@ -50,7 +53,7 @@ def test_every_packaged_plan_is_taken() -> None:
         ("pair_down", GATE_UP, "one of PairTile, CudaDown, found 'CudaGateUp'"),
         ("pair_gate_up", {"tile": "CudaDown", "rows": 8}, "one of PairTile, CudaGateUp, found"),
         ("pair_gate_up", {**GATE_UP, "rows": 24}, "takes 64, 48, 32, 16 or 8 outputs, found 24"),
-        ("pair_gate_up", {**GATE_UP, "rows": True}, "outputs, found True"),
+        ("pair_gate_up", {**GATE_UP, "rows": True}, "rows of a tile is a count, found True"),
         (
             "pair_gate_up",
             {**GATE_UP, "rows": 8},
