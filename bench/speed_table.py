@@ -141,6 +141,7 @@ def _host(many: Mapping[str, Any]) -> str:
     found = f"; median of {many['host_calls']} calls, least {many['host_us_least']:.0f}"
     if many.get("host_us_after_idle") is not None:
         found += f", {many['host_us_after_idle']:.0f} after idle"
+        found += f", {many['host_us_behind_steps']:.0f} behind a call with all its steps"
     if many.get("host_waits"):
         found += "; with a queue of whole calls the host waits for the device"
     return found

@@ -158,8 +158,14 @@ def test_text_says_what_was_checked(result):
     ("more", "said"),
     [
         (
-            {"host_calls": 203, "host_us_least": 11.4, "host_us_after_idle": 30.2},
-            "costs the host 42 µs a call (one launch; median of 203 calls, least 11, 30 after idle) and",
+            {
+                "host_calls": 203,
+                "host_us_least": 11.4,
+                "host_us_after_idle": 30.2,
+                "host_us_behind_steps": 51.3,
+            },
+            "costs the host 42 µs a call (one launch; median of 203 calls, least 11, 30 after idle, "
+            "51 behind a call with all its steps) and",
         ),
         (
             {

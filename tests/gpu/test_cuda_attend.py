@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from cpp_checks import BF16, HALF, NAN, STEP, compiles, error  # noqa: F401 - compiles is a fixture
 
 pytest.importorskip("triton", minversion="3.2")
 
 from graphcap.buckets import BucketLadder
-from graphcap.cuda import source
 from graphcap.decode.cache import PagedCache
 from graphcap.decode.decoder import Decoder, EagerDecoder
 from graphcap.decode.kernels import (
@@ -31,25 +31,8 @@ from graphcap.moe.kernels import choose_backend
 from graphcap.settings import Settings
 from graphcap.tuning.tune import plan_file
 
-BF16, HALF = torch.bfloat16, torch.float16
-NAN = float("nan")
-STEP = {BF16: 2.0**-8, HALF: 2.0**-11}
-"""Of a rounding, relative to the value."""
 EPS = 1e-6
 LOG2_E = 1.4426950408889634
-
-
-@pytest.fixture(autouse=True)
-def _compiles(device: torch.device) -> None:
-    why = source.obstacle(device)
-    if why:
-        pytest.skip(why)
-    torch.manual_seed(torch.initial_seed() % 2**31)
-
-
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, as a share of the largest value."""
-    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
 class Sizes(NamedTuple):

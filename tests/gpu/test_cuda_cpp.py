@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cpp_checks import BF16, HALF, NAN, STEP, compiles, error  # noqa: F401 - compiles is a fixture
 
 pytest.importorskip("triton", minversion="3.2")
 
@@ -17,24 +18,6 @@ from graphcap.decode.random_weights import random_weights
 from graphcap.decode.shapes import preset
 from graphcap.moe.kernels import choose_backend, cuda_down, triton_pairs
 from graphcap.moe.kernels.cuda_down import CudaDown
-
-BF16, HALF = torch.bfloat16, torch.float16
-NAN = float("nan")
-STEP = {BF16: 2.0**-8, HALF: 2.0**-11}
-"""Of a rounding, relative to the value."""
-
-
-@pytest.fixture(autouse=True)
-def _compiles(device: torch.device) -> None:
-    why = source.obstacle(device)
-    if why:
-        pytest.skip(why)
-    torch.manual_seed(torch.initial_seed() % 2**31)
-
-
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, as a share of the largest value."""
-    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
 def poisoned(device: torch.device, *shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -6,28 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cpp_checks import BF16, HALF, NAN, STEP, compiles, error  # noqa: F401 - compiles is a fixture
 
 pytest.importorskip("triton", minversion="3.2")
 
-from graphcap.cuda import source
 from graphcap.decode.kernels import cuda_linear
 from graphcap.moe.kernels import cuda_down, cuda_gate_up, triton_pairs
 from graphcap.moe.kernels.cuda_gate_up import CudaGateUp, unfit
 from graphcap.tuning.space import CUDA_GATE_UPS
 
-BF16, HALF = torch.bfloat16, torch.float16
 I32, I64 = torch.int32, torch.int64
-NAN = float("nan")
-STEP = {BF16: 2.0**-8, HALF: 2.0**-11}
-"""Of a rounding, relative to the value."""
-
-
-@pytest.fixture(autouse=True)
-def _compiles(device: torch.device) -> None:
-    why = source.obstacle(device)
-    if why:
-        pytest.skip(why)
-    torch.manual_seed(torch.initial_seed() % 2**31)
 
 
 def normal(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -48,11 +36,6 @@ def ranked(logits: torch.Tensor, top_k: int) -> torch.Tensor:
 def expected(x: torch.Tensor, gate_up: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     gate, up = (gate_up[experts].double() @ x[0].double()).chunk(2, -1)
     return gate * gate.sigmoid() * up
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference, as a share of the largest value."""
-    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())
 
 
 class Outputs:
